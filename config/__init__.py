@@ -1,0 +1,189 @@
+"""
+Settings: a script's block of defaults, then a configuration file, then --key=value on top.
+
+    settings = config.parse(Settings, __doc__)      # Settings: a dataclass of plain typed defaults
+
+A configuration file is data, not a program: assignments of literals and simple arithmetic to known names.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import operator
+import os
+import platform
+import re
+import subprocess
+import sys
+
+import torch
+
+
+def fail(message):
+    """End the script over a mistake that the user can mend: one line, exit code 2."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def parse(Settings, doc, argv=None):
+    """
+    -> an instance of the dataclass Settings, filled from its defaults, the configuration files named in argv
+    (default: the command line) and its --key=value, in this order. Ends the script with one line and exit code 2
+    on an unknown key, a wrong type or a file that is not a configuration; with 0 on --help.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(doc.strip() + "\n\nsettings, with their defaults:\n\n" + help_text(Settings))
+        raise SystemExit(0)
+    values = {f.name: f.default for f in dataclasses.fields(Settings)}
+    for arg in argv:
+        if not arg.startswith("--"):
+            if not arg.endswith(".py"):
+                fail(f"{arg!r} is neither a configuration file (*.py) nor --key=value")
+            for key, value in read_file(arg, values).items():
+                values[key] = check(Settings, key, value, arg)
+    for arg in argv:
+        if arg.startswith("--"):
+            key, equals, text = arg[2:].partition("=")
+            known(Settings, key, "the command line")
+            flag = next(f.type for f in dataclasses.fields(Settings) if f.name == key) is bool
+            if not equals and not flag:
+                fail(f"--{key} needs a value: --{key}=...")
+            values[key] = check(Settings, key, literal(text) if equals else True, "the command line", text)
+    try:
+        return Settings(**values)
+    except ValueError as error:
+        fail(str(error))
+
+
+def help_text(Settings):
+    """One `--key=default  meaning` line per field, read from the comments of the defaults themselves."""
+    lines = []
+    for cls in [c for c in reversed(Settings.__mro__) if dataclasses.is_dataclass(c)]:
+        for line in inspect.getsource(cls).splitlines():
+            field = re.match(r"    (\w+): \w+ = (.+?)\s*# (.*)", line)
+            if field:
+                lines.append(f"  --{field[1]}={field[2]}".ljust(34) + field[3])
+            elif re.match(r"    # ", line):
+                lines.append("\n" + line.strip("# "))
+    return "\n".join(lines)
+
+
+def known(Settings, key, where):
+    names = [f.name for f in dataclasses.fields(Settings)]
+    if key not in names:
+        near = difflib.get_close_matches(key, names, 1, 0)
+        fail(f"unknown key {key!r} in {where}; the nearest is {near[0]!r} (--help lists all)")
+
+
+def check(Settings, key, value, where, text=None):
+    """value as the field's type, or one line that says what was wanted. `text`: as typed, for str fields."""
+    known(Settings, key, where)
+    want = next(f.type for f in dataclasses.fields(Settings) if f.name == key)
+    if want is str and text is not None:
+        return text
+    if want is float and type(value) is int:
+        return float(value)
+    if type(value) is not want:
+        example = {int: "a whole number", float: "a number", bool: "True or False", str: "text in quotes"}[want]
+        fail(f"{key} in {where} must be {example}, not {text if text is not None else value!r}")
+    return value
+
+
+def literal(text):
+    """'3' -> 3, '2**18' -> 262144, 'abc' -> 'abc'."""
+    try:
+        return evaluate(ast.parse(text.strip(), mode="eval").body, {})
+    except (ValueError, SyntaxError, TypeError, ArithmeticError, RecursionError, MemoryError):
+        return text
+
+
+def read_file(path, names):
+    """The assignments of a configuration file -> dict. Its right-hand sides may use keys assigned or known before."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            tree = ast.parse(f.read())
+    except OSError as error:
+        fail(f"cannot read the configuration file {path}: {error.strerror}")
+    except (SyntaxError, ValueError) as error:
+        fail(f"{path} is not a configuration file: {error}")
+    values = {}
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            continue                                                           # a docstring
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            fail(f"{path}, line {node.lineno}: only assignments like  key = value  are allowed")
+        try:
+            values[node.targets[0].id] = evaluate(node.value, {**names, **values})
+        except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
+            fail(f"{path}, line {node.lineno}: {error}")
+    return values
+
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+             ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.USub: operator.neg}
+
+
+def evaluate(node, names):
+    """A literal, a known name, or + - * / // ** of these; anything else raises ValueError."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str, bool)):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](evaluate(node.operand, names))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        a, b = evaluate(node.left, names), evaluate(node.right, names)
+        if isinstance(a, str) or isinstance(b, str) or isinstance(node.op, ast.Pow) and abs(b) > 64:
+            raise ValueError("only arithmetic on plain numbers is allowed")
+        return OPERATORS[type(node.op)](a, b)
+    raise ValueError(f"{ast.unparse(node)!r} is not a literal or simple arithmetic on known names")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# what the scripts share around a model: where it runs, and files that are whole or not there
+
+def pick_device(name):
+    """"" -> the best device that is there; else the named one, checked."""
+    if not name:
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        fail(f"device {name!r} is not there; leave --device away to take the best that is")
+    return name
+
+
+def pick_dtype(name, device):
+    """"" -> bfloat16 where the processor multiplies it in hardware, else float32; a name -> that, checked."""
+    cpu = torch.cpu.get_capabilities()
+    has_bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False) \
+        or device == "cpu" and bool(cpu.get("amx_bf16") or cpu.get("avx512_bf16"))
+    if name == "bfloat16" and not has_bf16 and device != "cpu":
+        fail(f"dtype bfloat16 is not there on {device}; use --dtype=float32")
+    if name not in ("", "bfloat16", "float32"):
+        fail(f"dtype must be bfloat16 or float32, not {name!r}")
+    return getattr(torch, name or ("bfloat16" if has_bf16 else "float32"))
+
+
+def write_whole(path, write):
+    """Call write(temporary path), then rename: whoever reads `path` finds the old file or the new one, whole."""
+    part = f"{path}.{os.getpid()}.part"
+    try:
+        write(part)
+        with open(part, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    finally:
+        if os.path.exists(part):
+            os.remove(part)
+
+
+def provenance(device):
+    """What an artefact says of its making: commit, versions, processor."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
+                         cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else torch.cpu.get_capabilities().get("cpu_name", "")
+    return {"commit": git.stdout.strip() or "unknown", "torch": str(torch.__version__), "python": platform.python_version(),
+            "device": device, "processor": name or platform.processor(), "threads": torch.get_num_threads()}

@@ -1,0 +1,25 @@
+"""Bytes of Python's standard library, on a CPU, in minutes."""
+data = "data/stdlib"
+out = "out/tiny"
+block_size = 256
+n_embd = 256
+n_head = 4
+n_kv_head = 4
+n_hidden = 704
+n_prelude = 1
+n_core = 1
+n_coda = 1
+injection = "add"
+state_init = "normal"
+mean_loops = 8
+max_loops = 32
+sigma = 0.5
+batch_size = 16
+grad_accum = 1
+max_steps = 800
+learning_rate = 2e-3
+warmup_steps = 40
+decay_fraction = 0.4
+eval_interval = 400
+eval_tokens = 65536
+log_interval = 10

@@ -1,0 +1,349 @@
+"""
+A depth-recurrent ("looped") transformer: one weight-shared core, applied as often as a token needs.
+
+    tokens -> embedding -> prelude blocks -> e                      once per token
+    s_0 ~ initial state;  s_i = core(inject(s_{i-1}, e))            loop i = 1..r, shared weights
+    logits_i = head(norm(coda(s_i)))                                "readout" of s_i
+
+Read it top to bottom: configuration, attention, block, the model with its four methods
+(`prelude`, `initial_state`, `loop_step`, `readout`) and `forward` on top of them, then halting:
+the signals that tell whether a token has reached its fixed point, and what happens once it has.
+
+The architecture follows Huginn (arXiv 2502.05171), the halting rule `kl` and the sizes of
+`config/loop135m.py` "Per-Token Fixed-Point Convergence in Depth-Recurrent Transformers"
+(arXiv 2607.14427), the rule `accel` Two-Scale Latent Dynamics (arXiv 2509.23314).
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+
+@dataclass
+class LoopConfig:
+    # model
+    block_size: int = 1024       # context: the most tokens in one sequence
+    vocab_size: int = 50257      # real ids; train.py takes it from the data's tokenizer
+    n_embd: int = 576            # width d
+    n_head: int = 9              # query heads, each n_embd / n_head wide
+    n_kv_head: int = 3           # key/value heads, each shared by n_head / n_kv_head query heads
+    n_hidden: int = 1536         # inner width of SwiGLU
+    n_prelude: int = 2           # blocks before the loop
+    n_core: int = 4              # blocks in the loop, the same weights at every loop
+    n_coda: int = 2              # blocks after the loop
+    injection: str = "linear"    # how e enters each loop: "linear", an adapter on [s ; e], or "add", s + e
+    state_init: str = "normal"   # s_0: "normal", truncated, std sqrt(2/5), or "zeros"
+    mean_loops: int = 8          # mean of r in training, and the depth of forward() unless told
+    backprop_loops: int = 8      # gradients flow through the last so many loops
+
+    def __post_init__(self):
+        """Raises ValueError with one line that names the field, what is wrong and what would do."""
+        for f in fields(LoopConfig):
+            value, least = getattr(self, f.name), 0 if f.name in ("n_prelude", "n_coda") else 1
+            if f.type is int and (type(value) is not int or value < least):
+                raise ValueError(f"{f.name} must be a whole number of at least {least}, not {value!r}")
+        if self.n_embd % self.n_head or self.n_embd // self.n_head % 2:
+            raise ValueError(f"n_head={self.n_head} must divide n_embd={self.n_embd} into heads of even width")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}")
+        if self.injection not in ("linear", "add"):
+            raise ValueError(f"injection must be 'linear' or 'add', not {self.injection!r}")
+        if self.state_init not in ("normal", "zeros"):
+            raise ValueError(f"state_init must be 'normal' or 'zeros', not {self.state_init!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the block
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in float32 whatever the input; keeps the input's dtype."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d))
+
+    def forward(self, x):                                               # (..., d)
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+        return y.to(x.dtype)
+
+
+def rope_table(positions, head_dim, base=10000.0):
+    """cos and sin of each position's angles: (n,) -> 2 x (n, 1, head_dim / 2), float32."""
+    freqs = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    angles = positions.double()[:, None, None] * freqs
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x, rope):
+    """Rotary position embedding, pairs (i, i + head_dim / 2): (..., n, heads, head_dim) -> the same."""
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def causal_attention(q, k, v):
+    """q (B, T, H, h), k and v (B, T, H_kv, h) -> (B, T, H, h): each token sees itself and the past."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, h)
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    # On a CPU two plain matrix products beat the fused kernel. The query heads that share one key head
+    # are stacked along the rows, so that grouped queries cost no copy of the keys.
+    B, H, T, h = q.shape
+    G = k.shape[1]
+    att = (q.reshape(B, G, -1, h) @ k.mT).view(B, H, T, T)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    att = (att.float() * h ** -0.5).masked_fill(future, -math.inf).softmax(-1).to(v.dtype)
+    return (att.view(B, G, -1, T) @ v).view(B, H, T, h).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """
+    Causal attention and SwiGLU in sandwich norm: x = norm2(attn(norm1(x)) + x), x = norm4(mlp(norm3(x)) + x).
+    The outer norms act on the residual stream: they bound the state, and the loop can contract.
+    """
+
+    def __init__(self, c):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.n_embd // c.n_head
+        self.norm1, self.norm2, self.norm3, self.norm4 = (RMSNorm(c.n_embd) for _ in range(4))
+        self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * self.head_dim, bias=False)
+        self.attn_out = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.gate_up = nn.Linear(c.n_embd, 2 * c.n_hidden, bias=False)
+        self.mlp_out = nn.Linear(c.n_hidden, c.n_embd, bias=False)
+
+    def forward(self, x, rope, attend=causal_attention):
+        """(..., T, d) -> (..., T, d). `attend(q, k, v)` decides what each token sees; halting replaces it."""
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim))       # (..., T, H + 2 H_kv, h)
+        q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=-2)
+        y = attend(rotate(q, rope), rotate(k, rope), v)                        # (..., T, H, h)
+        x = self.norm2(self.attn_out(y.flatten(-2)) + x)
+        gate, up = self.gate_up(self.norm3(x)).chunk(2, dim=-1)
+        return self.norm4(self.mlp_out(F.silu(gate) * up) + x)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the model
+
+class LoopLM(nn.Module):
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        padded_vocab = (c.vocab_size + 63) // 64 * 64      # matrix products like multiples of 64
+        self.wte = nn.Embedding(padded_vocab, c.n_embd)    # also the head: the two are tied
+        self.prelude_blocks = nn.ModuleList(Block(c) for _ in range(c.n_prelude))
+        self.adapter = nn.Linear(2 * c.n_embd, c.n_embd, bias=False) if c.injection == "linear" else None
+        self.core_blocks = nn.ModuleList(Block(c) for _ in range(c.n_core))
+        self.coda_blocks = nn.ModuleList(Block(c) for _ in range(c.n_coda))
+        self.norm = RMSNorm(c.n_embd)
+        cos, sin = rope_table(torch.arange(c.block_size), c.n_embd // c.n_head)
+        self.register_buffer("cos", cos, persistent=False)                     # (block_size, 1, h / 2)
+        self.register_buffer("sin", sin, persistent=False)
+        # The s_0 of evaluation and generation: one row per position, so that what a token becomes never
+        # depends on its company. Saved with the weights, since it is part of the function they compute.
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer("state_table", truncated_normal_(torch.empty(c.block_size, c.n_embd), 0.4 ** 0.5, generator))
+        self._init_weights()
+
+    def _init_weights(self):
+        c = self.config
+        std = (2 / (5 * c.n_embd)) ** 0.5
+        unrolled = c.n_prelude + c.n_core * c.mean_loops + c.n_coda
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                is_output = name.endswith(("attn_out.weight", "mlp_out.weight"))
+                truncated_normal_(p, std / (2 * unrolled) ** 0.5 if is_output else std)
+
+    def rope(self, T):
+        if T > self.config.block_size:
+            raise ValueError(f"{T} tokens do not fit the context of {self.config.block_size}")
+        return self.cos[:T], self.sin[:T]
+
+    def prelude(self, idx):
+        """Token ids (B, T) -> e (B, T, d): what every loop is reminded of."""
+        x = self.wte(idx) * self.config.n_embd ** 0.5
+        rope = self.rope(idx.shape[1])
+        for block in self.prelude_blocks:
+            x = block(x, rope)
+        return x
+
+    def initial_state(self, e):
+        """s_0 (B, T, d) for e (B, T, d): in training fresh noise from torch's global generator, else the fixed table."""
+        if self.config.state_init == "zeros":
+            return torch.zeros_like(e)
+        if self.training:
+            return truncated_normal_(torch.empty_like(e), 0.4 ** 0.5)
+        return self.state_table[:e.shape[1]].to(e.dtype).expand_as(e)
+
+    def loop_step(self, s, e, attend=None):
+        """One loop: s_{i-1} and e, (B, T, d) each -> s_i (B, T, d). `attend`: one per core block, see Block."""
+        x = s + e if self.adapter is None else self.adapter(torch.cat((s, e), dim=-1))
+        rope = self.rope(s.shape[1])
+        for i, block in enumerate(self.core_blocks):
+            x = block(x, rope, attend[i] if attend else causal_attention)
+        return x
+
+    def readout(self, s, attend=None):
+        """The next-token logits that a state stands for: s (B, T, d) -> (B, T, vocab_size)."""
+        rope = self.rope(s.shape[1])
+        for i, block in enumerate(self.coda_blocks):
+            s = block(s, rope, attend[i] if attend else causal_attention)
+        logits = F.linear(self.norm(s), self.wte.weight)
+        return logits[..., :self.config.vocab_size]        # the padded rows can never be predicted
+
+    def forward(self, idx, targets=None, n_loops=None):
+        """
+        Token ids (B, T) -> logits (B, T, vocab_size) after n_loops loops (default: config.mean_loops), and the mean
+        cross-entropy in nats against targets (B, T), where -1 is not counted; None without targets.
+        Gradients flow through the last config.backprop_loops loops; the earlier ones only bring the state there.
+        """
+        n_loops = self.config.mean_loops if n_loops is None else n_loops
+        if n_loops < 1:
+            raise ValueError(f"n_loops must be at least 1, not {n_loops}")
+        e = self.prelude(idx)                                                  # (B, T, d)
+        s = self.initial_state(e)                                              # (B, T, d)
+        for i in range(n_loops):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and n_loops - i <= self.config.backprop_loops):
+                s = self.loop_step(s, e)
+        logits = self.readout(s)                                               # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+
+    def flops_per_token(self, T):
+        """
+        FLOPs of one token in a sequence of T, forward: (prelude, one loop, one readout). Two for each multiply-add
+        of the matrix products; attention counted over all T keys, as the dense kernels compute it.
+        """
+        c, h = self.config, self.config.n_embd // self.config.n_head
+        weights = c.n_embd * (2 * c.n_embd + 2 * c.n_kv_head * h + 3 * c.n_hidden)
+        block = 2 * weights + 4 * T * c.n_embd
+        adapter = 0 if self.adapter is None else 2 * self.adapter.weight.numel()
+        head = 2 * self.wte.weight.numel()
+        return c.n_prelude * block, adapter + c.n_core * block, c.n_coda * block + head
+
+    @torch.no_grad()
+    def forward_halting(self, idx, rule="kl", eps=1e-3, max_loops=None, mode="freeze"):
+        """
+        Let each token stop at the first loop whose signal is below eps, at most max_loops (default:
+        config.mean_loops). Token ids (B, T) -> logits (B, T, vocab_size), depth (B, T) in loops.
+
+        rule   "kl", "state" or "accel": see the signals below.
+        mode   "select": all loops run for all tokens, and a token's output is read at its depth.
+               "freeze": from its depth on a token's state, and its keys and values in every core block, stay as
+               they were in its last active loop, while the others go on attending to them. `state` and `accel`
+               read out once, at the end. With `kl` a token's output is the distribution that passed its check,
+               and its keys and values in the coda freeze with it.
+        Raises ValueError for a rule, mode, eps or max_loops that does not exist.
+        """
+        max_loops = self.config.mean_loops if max_loops is None else max_loops
+        if mode not in ("select", "freeze"):
+            raise ValueError(f"mode must be 'select' or 'freeze', not {mode!r}")
+        if max_loops < 1:
+            raise ValueError(f"max_loops must be at least 1, not {max_loops}")
+        halting, freeze = Halting(rule, eps), mode == "freeze"
+        e = self.prelude(idx)                                                  # (B, T, d)
+        s = self.initial_state(e)                                              # (B, T, d)
+        active = torch.ones_like(idx, dtype=torch.bool)                        # (B, T)
+        depth = torch.full_like(idx, max_loops)                                # (B, T)
+        core = [Frozen() for _ in self.core_blocks] if freeze else None
+        coda = [Frozen() for _ in self.coda_blocks] if freeze else None
+        logits = None                                                          # (B, T, V) once read out
+        for i in range(1, max_loops + 1):
+            for attention in (core + coda if freeze else ()):
+                attention.active = active
+            previous, new = s, self.loop_step(s, e, core)
+            s = torch.where(active[..., None], new, s) if freeze else new
+            if rule == "kl" or not freeze:
+                read = self.readout(s, coda)
+                logits = read if logits is None else torch.where(active[..., None], read, logits)
+            halts = active & halting(s, previous, logits)
+            depth = torch.where(halts, i, depth)
+            active = active & ~halts
+            if freeze and not active.any():
+                break
+        return self.readout(s) if logits is None else logits, depth
+
+
+def truncated_normal_(x, std, generator=None):
+    """Fill x from N(0, std^2), cut at three standard deviations."""
+    return nn.init.trunc_normal_(x, 0.0, std, -3 * std, 3 * std, generator)
+
+
+def load_checkpoint(path, device="cpu"):
+    """A checkpoint of train.py -> (LoopLM in evaluation mode, the checkpoint: a dict of plain types and tensors)."""
+    checkpoint = torch.load(path, map_location=device, weights_only=True, mmap=True)
+    model = LoopLM(LoopConfig(**checkpoint["config"])).to(device)
+    model.load_state_dict(checkpoint["model"])
+    return model.eval(), checkpoint
+
+
+# ---------------------------------------------------------------------------------------------------------
+# halting
+
+def kl_signal(logits, previous):
+    """
+    KL(p_i || p_{i-1}) in nats of two readouts (..., V) -> (...), float32.
+
+    Summed as p_i (expm1(-d) + d), where d = log p_i - log p_{i-1}. That is the same number, since both distributions
+    sum to one, but every term is of second order and none is negative. The plain sum of p_i d cancels in first
+    order and drowns near 1e-7 in rounding, above what a converged token reaches.
+    """
+    log_p = F.log_softmax(logits.float(), dim=-1)
+    d = log_p - F.log_softmax(previous.float(), dim=-1)
+    return (log_p.exp() * (torch.expm1(-d) + d)).sum(-1).clamp_min(0)
+
+
+def state_signal(s, previous):
+    """||s_i - s_{i-1}|| / ||s_i|| of two states (..., d) -> (...), float32."""
+    return (s.float() - previous.float()).norm(dim=-1) / s.float().norm(dim=-1)
+
+
+def accel_signal(s, previous, before):
+    """||(s_i - s_{i-1}) - (s_{i-1} - s_{i-2})|| / ||s_i|| of three states (..., d) -> (...), float32."""
+    return (s.float() - 2 * previous.float() + before.float()).norm(dim=-1) / s.float().norm(dim=-1)
+
+
+class Halting:
+    """
+    A rule that needs no training, loop by loop: which tokens' signal fell below eps? It remembers what the signal
+    compares with. `kl` and `accel` are first defined at loop 2; `accel` asks for two hits in a row.
+    """
+
+    def __init__(self, rule, eps):
+        if rule not in ("kl", "state", "accel"):
+            raise ValueError(f"rule must be 'kl', 'state' or 'accel', not {rule!r}")
+        if not eps >= 0:
+            raise ValueError(f"eps must be at least 0, not {eps}")
+        self.rule, self.eps = rule, eps
+        self.logits = self.before = self.hit = None
+
+    def __call__(self, s, previous, logits=None):
+        """s_i, s_{i-1} (..., d), for `kl` also logits_i (..., V) -> (...) bool."""
+        if self.rule == "state":
+            return state_signal(s, previous) < self.eps
+        never = torch.zeros(s.shape[:-1], dtype=torch.bool, device=s.device)
+        if self.rule == "kl":
+            below = never if self.logits is None else kl_signal(logits, self.logits) < self.eps
+            self.logits = logits
+            return below
+        hit = never if self.before is None else accel_signal(s, previous, self.before) < self.eps
+        halts = never if self.hit is None else hit & self.hit
+        self.before, self.hit = previous, hit
+        return halts
+
+
+class Frozen:
+    """Attention of one block in the mode `freeze`: only active tokens renew their keys and values."""
+    active = k = v = None                                                      # active (B, T), k and v (B, T, H_kv, h)
+
+    def __call__(self, q, k, v):
+        if self.k is not None:
+            renew = self.active[..., None, None]
+            k, v = torch.where(renew, k, self.k), torch.where(renew, v, self.v)
+        self.k, self.v = k, v
+        return causal_attention(q, k, v)
