@@ -289,13 +289,13 @@ def kl_signal(logits, previous):
     """
     KL(p_i || p_{i-1}) in nats of two readouts (..., V) -> (...), float32.
 
-    Summed as p_i (expm1(-d) + d), where d = log p_i - log p_{i-1}. That is the same number, since both distributions
-    sum to one, but every term is of second order and none is negative. The plain sum of p_i d cancels in first
-    order and drowns near 1e-7 in rounding, above what a converged token reaches.
+    Summed as p_i d + p_{i-1} - p_i, where d = log p_i - log p_{i-1}. That is the same number, since both distributions
+    sum to one, but no term is negative. Where d is small, the term is p_i (expm1(-d) + d), of second order: the plain
+    sum of p_i d cancels in first order and drowns near 1e-7 in rounding, above what a converged token reaches.
     """
-    log_p = F.log_softmax(logits.float(), dim=-1)
-    d = log_p - F.log_softmax(previous.float(), dim=-1)
-    return (log_p.exp() * (torch.expm1(-d) + d)).sum(-1).clamp_min(0)
+    log_p, log_q = F.log_softmax(logits.float(), dim=-1), F.log_softmax(previous.float(), dim=-1)
+    p, d = log_p.exp(), log_p - log_q
+    return torch.where(d.abs() < 1, p * (torch.expm1(-d) + d), p * d + log_q.exp() - p).sum(-1).clamp_min(0)
 
 
 def state_signal(s, previous):

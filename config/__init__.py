@@ -37,6 +37,11 @@ def parse(Settings, doc, argv=None):
         print(doc.strip() + "\n\nsettings, with their defaults:\n\n" + help_text(Settings))
         raise SystemExit(0)
     values = {f.name: f.default for f in dataclasses.fields(Settings)}
+    switches = {f"--{f.name}" for f in dataclasses.fields(Settings) if f.type is bool}
+    argv = list(argv)
+    for i in range(len(argv) - 2, -1, -1):                 # "--key value" means --key=value
+        if re.fullmatch(r"--\w+", argv[i]) and argv[i] not in switches and not argv[i + 1].startswith("--"):
+            argv[i:i + 2] = [f"{argv[i]}={argv[i + 1]}"]
     for arg in argv:
         if not arg.startswith("--"):
             if not arg.endswith(".py"):
@@ -47,8 +52,7 @@ def parse(Settings, doc, argv=None):
         if arg.startswith("--"):
             key, equals, text = arg[2:].partition("=")
             known(Settings, key, "the command line")
-            flag = next(f.type for f in dataclasses.fields(Settings) if f.name == key) is bool
-            if not equals and not flag:
+            if not equals and arg not in switches:
                 fail(f"--{key} needs a value: --{key}=...")
             values[key] = check(Settings, key, literal(text) if equals else True, "the command line", text)
     try:
@@ -66,7 +70,7 @@ def help_text(Settings):
             if field:
                 lines.append(f"  --{field[1]}={field[2]}".ljust(34) + field[3])
             elif re.match(r"    # ", line):
-                lines.append("\n" + line.strip("# "))
+                lines += [""] * (not lines or lines[-1].startswith("  --")) + [line.strip("# ")]
     return "\n".join(lines)
 
 
@@ -146,13 +150,14 @@ def evaluate(node, names):
 
 def pick_device(name):
     """"" -> the best device that is there; else the named one, checked."""
-    if not name:
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
+        if not re.fullmatch(r"cpu|mps|cuda(:\d+)?|", name):
+            raise RuntimeError
+        torch.empty(1, device=name or best)
     except (RuntimeError, AssertionError, NotImplementedError):
-        fail(f"device {name!r} is not there; leave --device away to take the best that is")
-    return name
+        fail(f"there is no device {name!r} here; leave --device away to use {best!r}")
+    return name or best
 
 
 def pick_dtype(name, device):

@@ -5,6 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+
+torch.set_num_threads(1)                                   # small tensors: more threads only wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"                        # the same for the processes that tests start
 
 
 @pytest.fixture(scope="session")
