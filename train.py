@@ -61,7 +61,7 @@ class Settings(LoopConfig):
     dtype: str = ""              # "bfloat16" (autocast) or "float32"; empty: bfloat16 where the processor has it
     compile: bool = True         # torch.compile of prelude, loop step and readout; r never recompiles
     peak_tflops: float = 0.0     # of the device in this dtype, for MFU; 0: known for some GPUs, else n/a
-    seed: int = 1337
+    seed: int = 1337             # of the weights, the batches, the noise and r
 
     def __post_init__(self):
         super().__post_init__()
