@@ -85,19 +85,27 @@ def rotate(x, rope):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def attention(q, k, v, hidden):
+    """q (B, H, Q, h), k and v (B, H_kv, T, h), hidden bool, broadcast to (B, H, Q, T) -> (B, H, Q, h)."""
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, enable_gqa=True)
+    # On a CPU two plain matrix products beat the fused kernel. The query heads that share a key head are stacked
+    # along the rows, so that grouped queries cost no copy of the keys.
+    B, H, Q, h = q.shape
+    G, T = k.shape[1:3]
+    att = (q.reshape(B, G, -1, h) * h ** -0.5 @ k.mT).view(B, H, Q, T)
+    att = att.float().masked_fill(hidden, -math.inf).softmax(-1).to(v.dtype)
+    return (att.view(B, G, -1, T) @ v).view(B, H, Q, h)
+
+
 def causal_attention(q, k, v):
     """q (B, T, H, h), k and v (B, T, H_kv, h) -> (B, T, H, h): each token sees itself and the past."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                    # (B, heads, T, h)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))                           # (B, heads, T, h)
     if q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    # On a CPU two plain matrix products beat the fused kernel. The query heads that share one key head
-    # are stacked along the rows, so that grouped queries cost no copy of the keys.
-    B, H, T, h = q.shape
-    G = k.shape[1]
-    att = (q.reshape(B, G, -1, h) @ k.mT).view(B, H, T, T)
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    att = (att.float() * h ** -0.5).masked_fill(future, -math.inf).softmax(-1).to(v.dtype)
-    return (att.view(B, G, -1, T) @ v).view(B, H, T, h).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        y = attention(q, k, v, torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1))
+    return y.transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -179,17 +187,20 @@ class LoopLM(nn.Module):
             return truncated_normal_(torch.empty_like(e), 0.4 ** 0.5)
         return self.state_table[:e.shape[1]].to(e.dtype).expand_as(e)
 
-    def loop_step(self, s, e, attend=None):
-        """One loop: s_{i-1} and e, (B, T, d) each -> s_i (B, T, d). `attend`: one per core block, see Block."""
+    def loop_step(self, s, e, attend=None, rope=None):
+        """
+        One loop: s_{i-1} and e, (B, T, d) each -> s_i (B, T, d). Halting brings its own attention, one per core block
+        (see Block), and the tokens' positions as rows of the rope table.
+        """
         x = s + e if self.adapter is None else self.adapter(torch.cat((s, e), dim=-1))
-        rope = self.rope(s.shape[1])
+        rope = rope or self.rope(s.shape[1])
         for i, block in enumerate(self.core_blocks):
             x = block(x, rope, attend[i] if attend else causal_attention)
         return x
 
-    def readout(self, s, attend=None):
+    def readout(self, s, attend=None, rope=None):
         """The next-token logits that a state stands for: s (B, T, d) -> (B, T, vocab_size)."""
-        rope = self.rope(s.shape[1])
+        rope = rope or self.rope(s.shape[1])
         for i, block in enumerate(self.coda_blocks):
             s = block(s, rope, attend[i] if attend else causal_attention)
         logits = F.linear(self.norm(s), self.wte.weight)
@@ -207,8 +218,9 @@ class LoopLM(nn.Module):
         e = self.prelude(idx)                                                  # (B, T, d)
         s = self.initial_state(e)                                              # (B, T, d)
         for i in range(n_loops):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and n_loops - i <= self.config.backprop_loops):
-                s = self.loop_step(s, e)
+            learns = torch.is_grad_enabled() and n_loops - i <= self.config.backprop_loops
+            with torch.set_grad_enabled(learns):
+                s = self.loop_step(s.requires_grad_() if learns else s, e)     # so all loops compile to one graph
         logits = self.readout(s)                                               # (B, T, V)
         if targets is None:
             return logits, None
@@ -227,7 +239,7 @@ class LoopLM(nn.Module):
         return c.n_prelude * block, adapter + c.n_core * block, c.n_coda * block + head
 
     @torch.no_grad()
-    def forward_halting(self, idx, rule="kl", eps=1e-3, max_loops=None, mode="freeze"):
+    def forward_halting(self, idx, rule="kl", eps=1e-3, max_loops=None, mode="skip", schedule=None):
         """
         Let each token stop at the first loop whose signal is below eps, at most max_loops (default:
         config.mean_loops). Token ids (B, T) -> logits (B, T, vocab_size), depth (B, T) in loops.
@@ -238,14 +250,20 @@ class LoopLM(nn.Module):
                they were in its last active loop, while the others go on attending to them. `state` and `accel`
                read out once, at the end. With `kl` a token's output is the distribution that passed its check,
                and its keys and values in the coda freeze with it.
+               "skip": the same function as "freeze", computed on active tokens only.
+        schedule (B, T): halt at these depths instead, at the rule's usual cost; for timing.
         Raises ValueError for a rule, mode, eps or max_loops that does not exist.
         """
         max_loops = self.config.mean_loops if max_loops is None else max_loops
-        if mode not in ("select", "freeze"):
-            raise ValueError(f"mode must be 'select' or 'freeze', not {mode!r}")
+        if mode not in ("select", "freeze", "skip"):
+            raise ValueError(f"mode must be 'select', 'freeze' or 'skip', not {mode!r}")
         if max_loops < 1:
             raise ValueError(f"max_loops must be at least 1, not {max_loops}")
-        halting, freeze = Halting(rule, eps), mode == "freeze"
+        halting = Halting(rule, eps, schedule)
+        return (self._skip if mode == "skip" else self._mask)(idx, halting, max_loops, mode == "freeze")
+
+    def _mask(self, idx, halting, max_loops, freeze):
+        """The modes `select` and `freeze`: every loop computes every token, and masks decide what is kept."""
         e = self.prelude(idx)                                                  # (B, T, d)
         s = self.initial_state(e)                                              # (B, T, d)
         active = torch.ones_like(idx, dtype=torch.bool)                        # (B, T)
@@ -254,11 +272,11 @@ class LoopLM(nn.Module):
         coda = [Frozen() for _ in self.coda_blocks] if freeze else None
         logits = None                                                          # (B, T, V) once read out
         for i in range(1, max_loops + 1):
-            for attention in (core + coda if freeze else ()):
-                attention.active = active
+            for attend in (core + coda if freeze else ()):
+                attend.active = active
             previous, new = s, self.loop_step(s, e, core)
             s = torch.where(active[..., None], new, s) if freeze else new
-            if rule == "kl" or not freeze:
+            if halting.rule == "kl" or not freeze:
                 read = self.readout(s, coda)
                 logits = read if logits is None else torch.where(active[..., None], read, logits)
             halts = active & halting(s, previous, logits)
@@ -267,6 +285,40 @@ class LoopLM(nn.Module):
             if freeze and not active.any():
                 break
         return self.readout(s) if logits is None else logits, depth
+
+    def _skip(self, idx, halting, max_loops, _):
+        """
+        The mode `skip`: `rows` are the active tokens among all B * T, and s, e, rope and what the halting rule
+        remembers hold those rows only. Who halts leaves its state (or with `kl` its logits), and its keys and
+        values stay where later queries find them.
+        """
+        B, T = idx.shape
+        e = self.prelude(idx)
+        s = self.initial_state(e).flatten(0, 1)                                # (N, d), at first N = B T
+        e, rope = e.flatten(0, 1), [table.repeat(B, 1, 1) for table in self.rope(T)]
+        rows = torch.arange(B * T, device=idx.device)                          # (N,)
+        depth = torch.empty_like(rows)
+        queries = Queries(B, T)
+        core = [Skipping(queries) for _ in self.core_blocks]
+        coda = [Skipping(queries) for _ in self.coda_blocks]
+        out = None                                                             # (B T, d), with `kl` (B T, V)
+        for i in range(1, max_loops + 1):
+            queries.place(rows)
+            previous, s = s, self.loop_step(s, e, core, rope)
+            result = self.readout(s, coda, rope) if halting.rule == "kl" else s
+            out = torch.empty_like(result) if out is None else out             # all tokens run loop 1
+            halts = halting(s, previous, result)
+            stop = halts.nonzero()[:, 0] if i < max_loops else torch.arange(len(rows), device=idx.device)
+            if len(stop) == 0:
+                continue
+            out[rows[stop]], depth[rows[stop]] = result[stop], i
+            if len(stop) == len(rows):
+                break
+            stay = (~halts).nonzero()[:, 0]
+            rows, s, e, *rope = (x[stay] for x in (rows, s, e, *rope))
+            halting.keep(stay)
+        out = out.view(B, T, -1)
+        return out if halting.rule == "kl" else self.readout(out), depth.view(B, T)
 
 
 def truncated_normal_(x, std, generator=None):
@@ -314,27 +366,37 @@ class Halting:
     compares with. `kl` and `accel` are first defined at loop 2; `accel` asks for two hits in a row.
     """
 
-    def __init__(self, rule, eps):
+    def __init__(self, rule, eps, schedule=None):
         if rule not in ("kl", "state", "accel"):
             raise ValueError(f"rule must be 'kl', 'state' or 'accel', not {rule!r}")
         if not eps >= 0:
             raise ValueError(f"eps must be at least 0, not {eps}")
-        self.rule, self.eps = rule, eps
-        self.logits = self.before = self.hit = None
+        self.rule, self.eps, self.loop, self.schedule = rule, eps, 0, schedule
+        self.memory = None                                 # `kl`: logits; `accel`: the state before, and who hit
 
     def __call__(self, s, previous, logits=None):
         """s_i, s_{i-1} (..., d), for `kl` also logits_i (..., V) -> (...) bool."""
+        self.loop += 1
+        halts = torch.zeros(s.shape[:-1], dtype=torch.bool, device=s.device)
         if self.rule == "state":
-            return state_signal(s, previous) < self.eps
-        never = torch.zeros(s.shape[:-1], dtype=torch.bool, device=s.device)
-        if self.rule == "kl":
-            below = never if self.logits is None else kl_signal(logits, self.logits) < self.eps
-            self.logits = logits
-            return below
-        hit = never if self.before is None else accel_signal(s, previous, self.before) < self.eps
-        halts = never if self.hit is None else hit & self.hit
-        self.before, self.hit = previous, hit
-        return halts
+            halts = state_signal(s, previous) < self.eps
+        elif self.rule == "kl":
+            if self.memory:
+                halts = kl_signal(logits, *self.memory) < self.eps
+            self.memory = (logits,)
+        else:
+            hit = halts
+            if self.memory:
+                before, hit_before = self.memory
+                hit = accel_signal(s, previous, before) < self.eps
+                halts = hit & hit_before
+            self.memory = previous, hit
+        return halts if self.schedule is None else self.schedule.reshape(halts.shape) == self.loop
+
+    def keep(self, rows):
+        """From now on only these of the tokens are asked about."""
+        self.memory = self.memory and tuple(x[rows] for x in self.memory)
+        self.schedule = None if self.schedule is None else self.schedule.flatten()[rows]
 
 
 class Frozen:
@@ -347,3 +409,41 @@ class Frozen:
             k, v = torch.where(renew, k, self.k), torch.where(renew, v, self.v)
         self.k, self.v = k, v
         return causal_attention(q, k, v)
+
+
+class Queries:
+    """Where the active tokens of a loop stand in (B, Q): sequence by sequence, padded to the longest of them."""
+
+    def __init__(self, B, T):
+        self.B, self.T = B, T
+
+    def place(self, rows):
+        """rows (N,), ascending: the active tokens among B * T."""
+        self.all = len(rows) == self.B * self.T
+        if self.all:
+            return
+        self.b, self.t = rows // self.T, rows % self.T
+        counts = self.b.bincount(minlength=self.B)                             # (B,)
+        self.slot = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[self.b]
+        at = torch.zeros(self.B, int(counts.max()), dtype=torch.long, device=rows.device)
+        at[self.b, self.slot] = self.t                                         # padding stands at 0, and is not read
+        self.hidden = (torch.arange(self.T, device=rows.device) > at[..., None])[:, None]        # (B, 1, Q, T)
+
+
+class Skipping:
+    """Attention of one block in the mode `skip`: queries of active tokens, keys and values of all, the last of each."""
+
+    def __init__(self, queries):
+        self.queries = queries
+
+    def __call__(self, q, k, v):                                               # (N, H, h), (N, H_kv, h) twice
+        at = self.queries
+        if at.all:
+            q, k, v = (x.unflatten(0, (at.B, at.T)) for x in (q, k, v))
+            self.k, self.v = (x.transpose(1, 2).contiguous() for x in (k, v))  # (B, H_kv, T, h)
+            return causal_attention(q, k, v).flatten(0, 1)
+        self.k[at.b, :, at.t], self.v[at.b, :, at.t] = k, v
+        padded = q.new_zeros(at.B, at.hidden.shape[2], *q.shape[1:])           # (B, Q, H, h)
+        padded[at.b, at.slot] = q
+        y = attention(padded.transpose(1, 2), self.k, self.v, at.hidden)       # (B, H, Q, h)
+        return y.transpose(1, 2)[at.b, at.slot]                                # (N, H, h)

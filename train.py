@@ -147,7 +147,7 @@ def compile_parts(model, sample, context):
         setattr(model, name, torch.compile(getattr(model, name), dynamic=False))
     try:
         with context:
-            model(sample, sample, 1)[1].backward()
+            model(sample, sample, model.config.backprop_loops + 1)[1].backward()   # with gradient and without
         model.zero_grad(set_to_none=True)
         return True
     except Exception as error:                              # any of many: no compiler, no headers, unsupported GPU
