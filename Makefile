@@ -20,4 +20,4 @@ test: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv out data/stdlib
+	rm -rf .venv out/tiny data/stdlib

@@ -58,6 +58,12 @@ class LoopConfig:
 # ---------------------------------------------------------------------------------------------------------
 # the block
 
+def row_blocks(n):
+    """n queries in at most four parts of 32 or more: [(first, end), ...]."""
+    step = max(32, -(-n // 4))
+    return [(i, min(i + step, n)) for i in range(0, n, step)]
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in float32 whatever the input; keeps the input's dtype."""
 
@@ -66,9 +72,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d))
 
     def forward(self, x):                                               # (..., d)
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * self.weight
-        return y.to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), 1e-6).to(x.dtype)
 
 
 def rope_table(positions, head_dim, base=10000.0):
@@ -85,26 +89,36 @@ def rotate(x, rope):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def attention(q, k, v, hidden):
-    """q (B, H, Q, h), k and v (B, H_kv, T, h), hidden bool, broadcast to (B, H, Q, T) -> (B, H, Q, h)."""
-    if q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, enable_gqa=True)
-    # On a CPU two plain matrix products beat the fused kernel. The query heads that share a key head are stacked
-    # along the rows, so that grouped queries cost no copy of the keys.
+def attention(q, k, v, at, blocks):
+    """
+    q (B, H, Q, h), k and v (B, H_kv, T, h) -> (B, H, Q, h): the query in row j of sequence b stands at position at[b, j]
+    (at is (B, Q) or (1, Q)) and sees the keys up to there.
+
+    Plain matrix products, one block of rows after the other, each with those keys that it can see: half of the work of
+    the whole square, and scores that stay in the processor's cache. blocks: (first row, end, low, high) each, where all
+    rows see the keys before `low` and none those from `high` on.
+    """
     B, H, Q, h = q.shape
-    G, T = k.shape[1:3]
-    att = (q.reshape(B, G, -1, h) * h ** -0.5 @ k.mT).view(B, H, Q, T)
-    att = att.float().masked_fill(hidden, -math.inf).softmax(-1).to(v.dtype)
-    return (att.view(B, G, -1, T) @ v).view(B, H, Q, h)
+    G, out = k.shape[1], []
+    for first, end, low, high in blocks:
+        rows = (q[:, :, first:end] * h ** -0.5).reshape(B, G, -1, h)           # query heads that share a key head, stacked
+        att = (rows @ k[:, :, :high].mT).float().view(B, H, end - first, high)
+        hidden = torch.arange(low, high, device=q.device) > at[:, None, first:end, None]         # (B, 1, rows, high - low)
+        att[..., low:].masked_fill_(hidden, -math.inf)
+        att = att.softmax(-1).to(v.dtype).view(B, G, -1, high)
+        out.append((att @ v[:, :, :high]).view(B, H, end - first, h))
+    return torch.cat(out, dim=2)
 
 
 def causal_attention(q, k, v):
     """q (B, T, H, h), k and v (B, T, H_kv, h) -> (B, T, H, h): each token sees itself and the past."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                           # (B, heads, T, h)
-    if q.is_cuda:
+    T = q.shape[2]
+    if q.is_cuda or not torch.is_grad_enabled():
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:
-        y = attention(q, k, v, torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1))
+    else:                                                  # on a CPU the fused kernel's backward is slow
+        blocks = [(first, end, first, end) for first, end in row_blocks(T)]
+        y = attention(q, k, v, torch.arange(T, device=q.device)[None], blocks)
     return y.transpose(1, 2)
 
 
@@ -185,14 +199,14 @@ class LoopLM(nn.Module):
             return torch.zeros_like(e)
         if self.training:
             return truncated_normal_(torch.empty_like(e), 0.4 ** 0.5)
-        return self.state_table[:e.shape[1]].to(e.dtype).expand_as(e)
+        return self.state_table[:e.shape[1]].to(e.dtype).repeat(len(e), 1, 1)
 
     def loop_step(self, s, e, attend=None, rope=None):
         """
         One loop: s_{i-1} and e, (B, T, d) each -> s_i (B, T, d). Halting brings its own attention, one per core block
         (see Block), and the tokens' positions as rows of the rope table.
         """
-        x = s + e if self.adapter is None else self.adapter(torch.cat((s, e), dim=-1))
+        x = s + e if self.adapter is None else self.adapter(torch.cat((s, e), dim=-1)).to(s.dtype)
         rope = rope or self.rope(s.shape[1])
         for i, block in enumerate(self.core_blocks):
             x = block(x, rope, attend[i] if attend else causal_attention)
@@ -260,7 +274,9 @@ class LoopLM(nn.Module):
         if max_loops < 1:
             raise ValueError(f"max_loops must be at least 1, not {max_loops}")
         halting = Halting(rule, eps, schedule)
-        return (self._skip if mode == "skip" else self._mask)(idx, halting, max_loops, mode == "freeze")
+        if mode == "skip":
+            return self._skip(idx, halting, max_loops)
+        return self._mask(idx, halting, max_loops, freeze=mode == "freeze")
 
     def _mask(self, idx, halting, max_loops, freeze):
         """The modes `select` and `freeze`: every loop computes every token, and masks decide what is kept."""
@@ -286,7 +302,7 @@ class LoopLM(nn.Module):
                 break
         return self.readout(s) if logits is None else logits, depth
 
-    def _skip(self, idx, halting, max_loops, _):
+    def _skip(self, idx, halting, max_loops):
         """
         The mode `skip`: `rows` are the active tokens among all B * T, and s, e, rope and what the halting rule
         remembers hold those rows only. Who halts leaves its state (or with `kl` its logits), and its keys and
@@ -412,7 +428,7 @@ class Frozen:
 
 
 class Queries:
-    """Where the active tokens of a loop stand in (B, Q): sequence by sequence, padded to the longest of them."""
+    """Where the active tokens of a loop stand in (B, Q): sequence by sequence, in order, padded to the longest of them."""
 
     def __init__(self, B, T):
         self.B, self.T = B, T
@@ -425,25 +441,30 @@ class Queries:
         self.b, self.t = rows // self.T, rows % self.T
         counts = self.b.bincount(minlength=self.B)                             # (B,)
         self.slot = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[self.b]
-        at = torch.zeros(self.B, int(counts.max()), dtype=torch.long, device=rows.device)
-        at[self.b, self.slot] = self.t                                         # padding stands at 0, and is not read
-        self.hidden = (torch.arange(self.T, device=rows.device) > at[..., None])[:, None]        # (B, 1, Q, T)
+        Q = int(counts.max())
+        last, first = torch.zeros(2, self.B, Q, dtype=torch.long, device=rows.device)
+        last[self.b, self.slot] = self.t                                       # padding stands at 0, and is not read
+        first += self.T
+        first[self.b, self.slot] = self.t
+        low, high = first.amin(0).tolist(), last.amax(0).cummax(0).values.tolist()               # by row
+        self.at, self.blocks = last, [(i, end, low[i], high[end - 1] + 1) for i, end in row_blocks(Q)]
 
 
 class Skipping:
     """Attention of one block in the mode `skip`: queries of active tokens, keys and values of all, the last of each."""
 
     def __init__(self, queries):
-        self.queries = queries
+        self.queries, self.dense, self.k, self.v = queries, None, None, None   # k and v (B, H_kv, T, h)
 
     def __call__(self, q, k, v):                                               # (N, H, h), (N, H_kv, h) twice
         at = self.queries
         if at.all:
-            q, k, v = (x.unflatten(0, (at.B, at.T)) for x in (q, k, v))
-            self.k, self.v = (x.transpose(1, 2).contiguous() for x in (k, v))  # (B, H_kv, T, h)
-            return causal_attention(q, k, v).flatten(0, 1)
+            q, *self.dense = (x.unflatten(0, (at.B, at.T)) for x in (q, k, v))
+            return causal_attention(q, *self.dense).flatten(0, 1)
+        if self.k is None:                                 # the first tokens have halted
+            self.k, self.v = (x.transpose(1, 2).contiguous() for x in self.dense)
         self.k[at.b, :, at.t], self.v[at.b, :, at.t] = k, v
-        padded = q.new_zeros(at.B, at.hidden.shape[2], *q.shape[1:])           # (B, Q, H, h)
+        padded = q.new_zeros(at.B, at.at.shape[1], *q.shape[1:])               # (B, Q, H, h)
         padded[at.b, at.slot] = q
-        y = attention(padded.transpose(1, 2), self.k, self.v, at.hidden)       # (B, H, Q, h)
+        y = attention(padded.transpose(1, 2), self.k, self.v, at.at, at.blocks)                  # (B, H, Q, h)
         return y.transpose(1, 2)[at.b, at.slot]                                # (N, H, h)

@@ -192,7 +192,7 @@ class Corpus:
         shards = np.searchsorted(before, picks, side="right") - 1
         starts = picks - before[shards]
         rows = np.stack([self.read(split, shard, start, block_size + 1) for shard, start in zip(shards, starts)])
-        return rows[:, :-1], rows[:, 1:]
+        return rows[:, :-1].copy(), rows[:, 1:].copy()     # contiguous, as torch.compile expects all batches to be
 
     def windows(self, split, n_tokens, block_size):
         """x, y (n, block_size) int64: the first windows of a split, side by side, at most n_tokens in all, at least one."""

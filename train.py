@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import config
 from model import LoopConfig, LoopLM
-from prepare_data import Corpus
+from prepare_data import Corpus, reason
 
 
 @dataclass
@@ -65,28 +65,30 @@ class Settings(LoopConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("max_loops", "max_steps", "batch_size", "grad_accum", "eval_interval", "eval_tokens", "log_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        at_least_1 = ("max_loops", "max_steps", "batch_size", "grad_accum", "eval_interval", "eval_tokens", "log_interval")
+        for f in fields(Settings):
+            value, least = getattr(self, f.name), 1 if f.name in at_least_1 else 0
+            if f.type in (int, float) and not (value >= least and math.isfinite(value)):
+                raise ValueError(f"{f.name} must be a finite number of at least {least}, not {value}")
         if self.sigma == 0 and self.mean_loops > self.max_loops or self.sigma and not 1 < self.mean_loops < self.max_loops:
             raise ValueError(f"mean_loops={self.mean_loops} must lie between 1 and max_loops={self.max_loops}, or sigma be 0")
         if self.backprop_loops > self.max_loops:
             raise ValueError(f"backprop_loops={self.backprop_loops} exceeds max_loops={self.max_loops}")
-        if not (0 <= self.sigma <= 2):
-            raise ValueError(f"sigma must lie in [0, 2], not {self.sigma}")
-        if not (self.learning_rate > 0 and self.min_lr >= 0 and 0 <= self.decay_fraction <= 1 and self.grad_clip >= 0):
-            raise ValueError("learning_rate must be above 0, min_lr and grad_clip at least 0, decay_fraction in [0, 1]")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0):
-            raise ValueError("beta1 and beta2 must lie in [0, 1), weight_decay be at least 0")
+        for name, most in (("sigma", 2), ("decay_fraction", 1), ("beta1", 0.9999), ("beta2", 0.99999)):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most}, not {getattr(self, name)}")
         if self.schedule not in ("trapezoid", "cosine"):
             raise ValueError(f"schedule must be 'trapezoid' or 'cosine', not {self.schedule!r}")
         if self.init_from not in ("scratch", "resume"):
             raise ValueError(f"init_from must be 'scratch' or 'resume', not {self.init_from!r}")
+        if not (self.data and self.out):
+            raise ValueError("data and out must name folders")
 
 
 # Dense bf16 peaks with float32 accumulation, in TFLOP/s, from the vendor's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}
-EVAL_DEPTHS = (1, 2, 4, 8)       # and the training mean
+EVAL_DEPTHS = (1, 2, 3, 4, 8)    # and the training mean
+SAME_RUN = ("max_loops", "sigma", "batch_size", "grad_accum", "seed")          # a resumed run cannot change these
 
 
 def loop_distribution(mean_loops, sigma, max_loops):
@@ -141,24 +143,33 @@ def loss_by_depth(model, windows, depths, batch_size, context):
 
 
 def compile_parts(model, sample, context):
-    """torch.compile what every step calls, and prove that it works here; without a compiler say so and run eagerly."""
+    """torch.compile what every step calls, and prove that it works here. -> "", or why it does not: then all stays eager."""
     names = ("prelude", "loop_step", "readout")
     for name in names:
         setattr(model, name, torch.compile(getattr(model, name), dynamic=False))
     try:
         with context:
             model(sample, sample, model.config.backprop_loops + 1)[1].backward()   # with gradient and without
-        model.zero_grad(set_to_none=True)
-        return True
+        return ""
     except Exception as error:                              # any of many: no compiler, no headers, unsupported GPU
         for name in names:
             delattr(model, name)
-        print(f"compile: not possible here ({str(error).strip().splitlines()[0][:100]}); running eagerly")
-        return False
+        return reason(error)
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 def main(argv=None):
     s = config.parse(Settings, __doc__, argv)
+
+    # Ctrl-C or SIGTERM asks to stop: all ranks finish the step at hand, then the checkpoint is written. The second insists.
+    asked = []
+
+    def ask(number, frame):
+        asked.append(number)
+        signal.signal(number, handlers[number])
+
+    handlers = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
 
     # where we are: torchrun tells each process its rank
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -181,6 +192,10 @@ def main(argv=None):
         corpus.batch("train", s.seed, 0, 1, s.block_size)
     except (ValueError, OSError) as error:
         config.fail(str(error))
+    if len(windows[0]) > s.batch_size:                      # whole batches only: another shape would be compiled anew
+        windows = [w[:len(w) // s.batch_size * s.batch_size] for w in windows]
+    if s.vocab_size not in (corpus.vocab_size, Settings.vocab_size):
+        config.fail(f"vocab_size={s.vocab_size}, but the tokenizer of {s.data} has {corpus.vocab_size}: leave it away")
     s.vocab_size = corpus.vocab_size
 
     # model and optimizer, from scratch or from the checkpoint of an earlier run
@@ -194,31 +209,38 @@ def main(argv=None):
                                   lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=device.startswith(("cuda", "cpu")))
     ckpt_path, step, losses = os.path.join(s.out, "ckpt.pt"), 0, {}
     if s.init_from == "resume":
+        if not os.path.exists(ckpt_path):
+            config.fail(f"nothing to resume: {ckpt_path} is not there; leave --init_from away to start from scratch")
         try:
             ckpt = torch.load(ckpt_path, map_location=device, weights_only=True)
-        except FileNotFoundError:
-            config.fail(f"nothing to resume: {ckpt_path} is not there; leave --init_from away to start from scratch")
-        for key, value in ckpt["config"].items():
-            if getattr(model_config, key) != value:
-                config.fail(f"{ckpt_path} was trained with {key}={value}, not {getattr(model_config, key)}")
+            there, identity, losses = ckpt["config"], ckpt["data"], ckpt["val_loss_by_depth"]
+            there |= {key: ckpt["settings"][key] for key in SAME_RUN}
+        except Exception as error:                          # torch's, pickle's, zip's: a garbled file can raise anything
+            config.fail(f"{ckpt_path} is not a whole checkpoint of train.py ({type(error).__name__}): remove it to start anew")
+        for key, value in there.items():
+            if getattr(s, key, value) != value:
+                config.fail(f"{ckpt_path} was trained with {key}={value}, not {getattr(s, key)}")
+        if identity != corpus.identity:
+            config.fail(f"{ckpt_path} was trained on other data than {s.data} holds: name its own with --data=")
         model.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
-        step, losses = ckpt["step"], {int(d): loss for d, loss in ckpt["val_loss_by_depth"].items()}
+        step = ckpt["step"]
     elif master and os.path.exists(ckpt_path):
         config.fail(f"{ckpt_path} exists: --init_from=resume goes on from it, another --out= keeps it, or remove it")
 
     # say what will run
-    if master:
-        os.makedirs(s.out, exist_ok=True)
-        log_file = open(os.path.join(s.out, "log.txt"), "a", buffering=1)
-
-        def say(line):
+    def say(line):
+        if master:
             print(line, flush=True)
             log_file.write(line + "\n")
-    else:
-        def say(line):
-            pass
-    about = config.provenance(device)
+
+    if master:
+        try:
+            os.makedirs(s.out, exist_ok=True)
+            log_file = open(os.path.join(s.out, "log.txt"), "a", buffering=1)
+        except OSError as error:
+            config.fail(f"cannot write to the folder {s.out}: {error.strerror}; choose another --out=")
+    about = {**config.provenance(device), "dtype": str(dtype)[6:], "processes": world}
     tokens_per_step = s.grad_accum * s.batch_size * s.block_size
     say(" ".join(f"{k}={v}" for k, v in about.items()))
     say(" ".join(f"{f.name}={getattr(s, f.name)!r}" for f in fields(s)))
@@ -228,8 +250,8 @@ def main(argv=None):
     if s.compile:
         sample = torch.zeros(s.batch_size, s.block_size, dtype=torch.long, device=device)
         started = time.time()
-        if compile_parts(model, sample, context):
-            say(f"compiled in {time.time() - started:.0f} s")
+        failure = compile_parts(model, sample, context)
+        say(f"compile: not possible here ({failure[:100]}); running eagerly" if failure else f"compiled in {time.time() - started:.0f} s")
 
     prelude, loop, readout = model.flops_per_token(s.block_size)
     peak = 1e12 * (s.peak_tflops or next((p for name, p in PEAK_TFLOPS.items() if name in about["processor"]), 0)) * world
@@ -237,21 +259,27 @@ def main(argv=None):
     depths = {d for d in EVAL_DEPTHS if d <= s.max_loops} | {s.mean_loops}
 
     def save():
-        if master:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
-                     "config": asdict(model_config), "settings": asdict(s), "data": corpus.identity,
-                     "val_loss_by_depth": {str(d): loss for d, loss in losses.items()}, "meta": about}
-            try:
-                config.write_whole(ckpt_path, lambda path: torch.save(state, path))
-            except (OSError, RuntimeError) as error:
-                say(f"checkpoint not written, the one before it is kept: {error}")
+        """Write the checkpoint -> could it be written?"""
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
+                 "config": asdict(model_config), "settings": asdict(s), "data": corpus.identity,
+                 "val_loss_by_depth": losses, "meta": about}
+        try:
+            config.write_whole(ckpt_path, lambda path: torch.save(state, path))
+            return True
+        except (OSError, RuntimeError) as error:
+            say(f"warning: the checkpoint of step {step} could not be written to {s.out} ({reason(error)})")
+            return False
 
-    # a signal asks to stop: the step at hand is finished by all ranks, then the checkpoint written
-    asked, leave = [], False
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: asked.append(number))
+    def evaluate():
+        found = loss_by_depth(model, windows, depths, s.batch_size, context)
+        say(f"step {step:>6}/{s.max_steps}  validation loss at depth  " + "  ".join(f"{d}: {loss:.4f}" for d, loss in found.items()))
+        return {str(d): loss for d, loss in found.items()}
 
+    if master and step == s.max_steps and not losses:       # stopped between its last step and the evaluation
+        losses = evaluate()
+        save()
     model.train()
+    leave, saved = False, True
     micro_steps = s.grad_accum // world
     train_started, t0 = time.time(), time.time()
     first_step = step
@@ -281,8 +309,8 @@ def main(argv=None):
             leave = bool(asked)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
         if not (math.isfinite(step_loss) and math.isfinite(norm)):
-            say(f"stopped: the loss ({step_loss:.4g}) or its gradient ({norm:.4g}) is not finite at step {step} "
-                f"(r={n_loops}); {ckpt_path} holds the last good state. Try a lower --learning_rate.")
+            say(f"stopped: the loss ({step_loss:.4g}) or its gradient ({norm:.4g}) is not finite at step {step + 1} (r={n_loops}); "
+                f"nothing is written over the last checkpoint. Try a lower --learning_rate.")
             sys.exit(1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -296,24 +324,28 @@ def main(argv=None):
             say(f"step {step:>6}/{s.max_steps}  loss {step_loss:7.4f}  r {n_loops:>2}  lr {lr:.2e}  norm {norm:6.3f}  "
                 f"{seconds * 1000:6.0f} ms  {tokens_per_step / seconds:8.0f} tok/s  mfu {mfu}  "
                 f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}")
-        if step % s.eval_interval == 0 or step == s.max_steps or leave:
-            save()                                          # before the evaluation, which might kill the run
-            if master and not leave:
-                losses = loss_by_depth(model, windows, depths, s.batch_size, context)
-                say(f"step {step:>6}/{s.max_steps}  validation loss at depth  " +
-                    "  ".join(f"{d}: {loss:.4f}" for d, loss in losses.items()))
-                if step == s.max_steps:
-                    save()
+        if master and (step % s.eval_interval == 0 or step == s.max_steps or leave):
+            losses = {}
+            saved = save()                                  # before the evaluation, which might kill the run
+            if not leave:
+                losses = evaluate()
+                saved = save()
             t0 = time.time()
 
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
-    say(f"steps: {step}\ntokens: {step * tokens_per_step}\nseconds: {time.time() - train_started:.0f}\ncheckpoint: {ckpt_path}")
+    say(f"steps: {step}\ntokens: {step * tokens_per_step}\nseconds: {time.time() - train_started:.0f}")
     for d, loss in losses.items():
         say(f"val_loss_depth_{d}: {loss:.4f}")
+    if not saved:
+        say(f"error: the last checkpoint could not be written to {s.out}: make room and resume from the one before")
+        sys.exit(1)
+    say(f"checkpoint: {ckpt_path}")
     if leave:
-        say(f"interrupted: python train.py ... --init_from=resume goes on from step {step}")
+        say(f"interrupted: the same command with --init_from=resume goes on from step {step}")
         sys.exit(128 + (asked or [signal.SIGTERM])[0])
     return model
 

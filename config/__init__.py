@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import operator
 import os
 import platform
@@ -88,7 +89,7 @@ def check(Settings, key, value, where, text=None):
     if want is str and text is not None:
         return text
     if want is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < 2**1000 else math.inf
     if type(value) is not want:
         example = {int: "a whole number", float: "a number", bool: "True or False", str: "text in quotes"}[want]
         fail(f"{key} in {where} must be {example}, not {text if text is not None else value!r}")
@@ -187,8 +188,11 @@ def write_whole(path, write):
 
 def provenance(device):
     """What an artefact says of its making: commit, versions, processor."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
-                         cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    try:
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True,
+                                cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__)))).stdout.strip()
+    except OSError:                                        # no git here
+        commit = ""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else torch.cpu.get_capabilities().get("cpu_name", "")
-    return {"commit": git.stdout.strip() or "unknown", "torch": str(torch.__version__), "python": platform.python_version(),
+    return {"commit": commit or "unknown", "torch": str(torch.__version__), "python": platform.python_version(),
             "device": device, "processor": name or platform.processor(), "threads": torch.get_num_threads()}

@@ -2,6 +2,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,12 @@ def gpt2_files(tmp_path_factory):
         shutil.copy(Path(package.origin).parent / "data" / file, folder / hashlib.sha1(url.encode()).hexdigest())
     os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """train.main() takes over SIGINT and SIGTERM; a test that leaves it early gives them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

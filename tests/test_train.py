@@ -171,7 +171,7 @@ def test_nothing_is_trained_over_an_earlier_checkpoint(data, tmp_path, capsys):
     """Oracle: its bytes."""
     run(data, tmp_path, "--max_steps=2")
     before = (tmp_path / "ckpt.pt").read_bytes()
-    for args in ([], ["--init_from=resume", "--n_embd=64"]):
+    for args in ([], ["--init_from=resume", "--seed=3"], ["--init_from=resume", "--n_embd=64"]):
         with pytest.raises(SystemExit) as stopped:
             run(data, tmp_path, "--max_steps=2", *args)
         assert stopped.value.code == 2 and (tmp_path / "ckpt.pt").read_bytes() == before
@@ -188,17 +188,92 @@ def test_the_learning_rate_warms_up_and_decays(schedule):
     assert train.learning_rate(75, s) == pytest.approx(middle)
 
 
-def test_compiled_training_equals_eager_training(data, tmp_path):
-    """Oracle: the eager run; skipped without a compiler, where train.py says so and goes on."""
-    eager = run(data, tmp_path / "a", "--max_steps=4")
-    compiled = run(data, tmp_path / "b", "--max_steps=4", "--compile=True")
-    assert close(eager, compiled, atol=1e-4)
+def test_compiled_training_equals_eager_training_and_r_never_recompiles(data, tmp_path, capsys):
+    """Oracle: the eager run, and dynamo's own count of compilations; bfloat16 has the same shapes and other dtypes."""
+    for dtype, atol in (("float32", 1e-4), ("bfloat16", 2e-2)):
+        eager = run(data, tmp_path / f"{dtype}a", "--max_steps=2", f"--dtype={dtype}")
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        compiled = run(data, tmp_path / f"{dtype}b", "--max_steps=2", f"--dtype={dtype}", "--compile=True")
+        if "compiled in" not in capsys.readouterr().out:
+            pytest.skip("no working compiler")
+        assert close(eager, compiled, atol)
+    graphs = counters["stats"]["unique_graphs"]
+    draws = [train.draw_loops(train.loop_distribution(3, 0.5, 8), 1337, step) for step in range(12)]
+    assert len(set(draws[:2])) < len(set(draws)) and max(draws) > 2 > min(draws)
+    torch._dynamo.reset()
+    counters.clear()
+    run(data, tmp_path / "c", "--max_steps=12", "--dtype=bfloat16", "--compile=True", "--eval_interval=12")
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_without_a_compiler_training_says_so_and_runs_eagerly(data, tmp_path, capsys, monkeypatch):
+    """Oracle: the eager run, to the last bit."""
+    def broken(function, **kwargs):
+        def fails(*args):
+            function(*args)                                # leaves partial gradients, as a late failure does
+            raise RuntimeError("no compiler\nand a long story")
+        return fails
+
+    eager = run(data, tmp_path / "a", "--max_steps=3")
+    monkeypatch.setattr(torch, "compile", broken)
+    assert same(eager, run(data, tmp_path / "b", "--max_steps=3", "--compile=True"))
+    assert capsys.readouterr().out.count("compile: not possible here (no compiler); running eagerly\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["truncated", "garbled", "empty", "folder", "other", "partial"])
+def test_resuming_from_what_is_no_checkpoint_is_refused(kind, data, tmp_path, capsys):
+    """Oracle: one line that names the file, and code 2."""
+    path = tmp_path / "ckpt.pt"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        run(data, tmp_path, "--max_steps=1")
+        whole = path.read_bytes()
+        if kind in ("other", "partial"):
+            torch.save([1, 2] if kind == "other" else {"model": {}, "config": {}}, path)
+        else:
+            path.write_bytes({"truncated": whole[:len(whole) // 2], "garbled": b"\x00" * 500, "empty": b""}[kind])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run(data, tmp_path, "--max_steps=2", "--init_from=resume")
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and str(path) in error and error.count("\n") == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_keeps_the_one_before_and_fails(data, tmp_path, capsys, monkeypatch):
+    """Oracle: the old bytes, and an exit code that is not 0."""
+    run(data, tmp_path, "--max_steps=2")
+    before = (tmp_path / "ckpt.pt").read_bytes()
+
+    def full(state, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit) as stopped:
+        run(data, tmp_path, "--max_steps=4", "--init_from=resume")
+    assert stopped.value.code == 1 and "No space left on device" in capsys.readouterr().out
+    assert (tmp_path / "ckpt.pt").read_bytes() == before and sorted(os.listdir(tmp_path)) == ["ckpt.pt", "log.txt"]
+
+
+@pytest.mark.parametrize("out", ["a_file", "a_file/below", ""])
+def test_an_output_folder_that_cannot_be_is_refused(out, data, tmp_path, capsys):
+    """Oracle: one line that names it, and code 2."""
+    (tmp_path / "a_file").write_text("x")
+    with pytest.raises(SystemExit) as stopped:
+        run(data, tmp_path / out if out else "", "--max_steps=1")
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and (out or "out") in error and error.count("\n") == 1
 
 
 MISTAKES = {"--n_layers=3": "unknown key 'n_layers'", "--n_embd=big": "n_embd", "--sigma=-1": "sigma", "--backprop_loops=9": "backprop_loops",
             "--device=cuda:77": "device", "--dtype=int8": "dtype", "--block_size=100000": "block_size", "--data=nowhere": "nowhere",
             "--schedule=step": "schedule", "--n_head=5": "n_head", "missing.py": "missing.py", "train": "'train'", "--seed": "--seed",
-            "--init_from=resume": "nothing to resume", "--mean_loops=9": "mean_loops", "--batch_size=0": "batch_size"}
+            "--init_from=resume": "nothing to resume", "--mean_loops=9": "mean_loops", "--batch_size=0": "batch_size",
+            "--seed=-1": "seed", "--learning_rate=1e999": "learning_rate", "--warmup_steps=-5": "warmup_steps",
+            "--weight_decay=(10**60)**60": "weight_decay", "--vocab_size=5": "vocab_size", "--data=": "data"}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
