@@ -9,7 +9,8 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python prepare_data.py stdlib
 	$(BIN)/python train.py config/tiny.py --init_from=$(if $(wildcard out/tiny/ckpt.pt),resume,scratch)
-	$(BIN)/python measure.py --ckpt=out/tiny/ckpt.pt
+	$(BIN)/python measure.py --ckpt out/tiny/ckpt.pt
+	$(BIN)/python allocate.py --ckpt out/tiny/ckpt.pt
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q tests

@@ -209,7 +209,7 @@ def test_the_command_reports_every_policy_and_the_same_twice(folder, results):
     (r, out), (again, _) = results
     assert (folder / "allocate.png").read_bytes()[:4] == b"\x89PNG" and not list(folder.glob("*.part"))
     assert set(r) == {"policies", "modes", "token_types", "wall_clock", "meta"}
-    assert set(r["policies"]) == {"A0", "A1_kl", "A1_state", "A1_accel", "A2_linear", "A2_two_layer", "oracle", "oracle_convergence"}
+    assert set(r["policies"]) == {"A0", "A1_kl", "A1_kl_sure", "A1_state", "A1_accel", "A2_linear", "A2_two_layer", "oracle", "oracle_convergence"}
     assert [p["mean_depth"] for p in r["policies"]["A0"]["frontier"]] == list(range(1, MEAN_LOOPS + 1))
     for name, policy in r["policies"].items():
         assert all(set(p) == {"threshold", "mean_depth", "loss", "flops_per_token"} for p in policy["frontier"])
