@@ -114,9 +114,9 @@ def causal_attention(q, k, v):
     """q (B, T, H, h), k and v (B, T, H_kv, h) -> (B, T, H, h): each token sees itself and the past."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))                           # (B, heads, T, h)
     T = q.shape[2]
-    if q.is_cuda or not torch.is_grad_enabled():
+    if q.is_cuda or q.dtype == torch.float32 and not torch.is_grad_enabled():
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:                                                  # on a CPU the fused kernel's backward is slow
+    else:                                                  # on a CPU the fused kernel is slow backward, and in bfloat16
         blocks = [(first, end, first, end) for first, end in row_blocks(T)]
         y = attention(q, k, v, torch.arange(T, device=q.device)[None], blocks)
     return y.transpose(1, 2)
@@ -361,6 +361,10 @@ def kl_signal(logits, previous):
     sum to one, but no term is negative. Where d is small, the term is p_i (expm1(-d) + d), of second order: the plain
     sum of p_i d cancels in first order and drowns near 1e-7 in rounding, above what a converged token reaches.
     """
+    rows = max(1, 2**18 // logits.shape[-1])
+    if not logits.is_cuda and logits.shape[:-1].numel() > rows:                # on a CPU a few rows at a time, in its cache
+        pairs = zip(logits.flatten(0, -2).split(rows), previous.flatten(0, -2).split(rows))
+        return torch.cat([kl_signal(*pair) for pair in pairs]).view(logits.shape[:-1])
     log_p, log_q = F.log_softmax(logits.float(), dim=-1), F.log_softmax(previous.float(), dim=-1)
     p, d = log_p.exp(), log_p - log_q
     return torch.where(d.abs() < 1, p * (torch.expm1(-d) + d), p * d + log_q.exp() - p).sum(-1).clamp_min(0)
