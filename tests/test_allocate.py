@@ -13,7 +13,7 @@ import torch
 
 import allocate as A
 import measure as M
-from model import LoopConfig
+from model import LoopConfig, LoopLM
 from test_measure import BLOCK, MEAN_LOOPS, save, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,6 +125,28 @@ def test_a_router_whose_labels_never_change_is_finite():
     for train in (A.train_linear, A.train_two_layer):
         p = train(x, torch.zeros(500, dtype=torch.bool))(x)
         assert p.isfinite().all() and p.max() < 0.1
+
+
+@pytest.mark.parametrize("rule", ["kl", "state"])
+@pytest.mark.parametrize("mode", ["uniform", "freeze", "skip"])
+def test_flops_are_those_that_the_modes_spend(mode, rule):
+    """
+    Oracle: torch.utils.flop_counter. In float64, whose attention is plain matrix products that it can count; half of each
+    sequence halts at loop 2, the last token at the end, so that no query is padding and each stands before all keys.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+    model = LoopLM(LoopConfig(block_size=20, vocab_size=97, n_embd=32, n_head=2, n_kv_head=1, n_hidden=48, n_prelude=1, n_core=2,
+                              n_coda=1)).double().eval()
+    idx = torch.randint(0, 97, (3, 20))
+    depth = torch.tensor([2] * 10 + [5] * 10).expand(3, 20)
+    with FlopCounterMode(display=False) as counter:
+        if mode == "uniform":
+            model(idx, n_loops=5)
+        else:
+            model.forward_halting(idx, rule, max_loops=5, mode=mode, schedule=depth)
+    policy, run = ("A0", 5) if mode == "uniform" else (f"A1_{rule}", depth if mode == "skip" else 5)
+    expected = A.flops(policy, run, model.config, model.flops_per_token(20))
+    assert counter.get_total_flops() == pytest.approx(idx.numel() * expected, rel=1e-9)
 
 
 def test_flops_of_kl_count_every_check():

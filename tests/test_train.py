@@ -157,6 +157,26 @@ def test_training_learns_and_the_checkpoint_is_the_model(data, tmp_path, capsys)
     assert ckpt["step"] == 200 and ckpt["data"] == Corpus(data).identity and ckpt["settings"]["seed"] == 1337
 
 
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A model of 200 steps, and validation tokens."""
+    model = train.main([f"--data={data}", f"--out={tmp_path_factory.mktemp('trained')}", *SMALL, "--max_steps=200", "--eval_interval=200"])
+    return model.eval(), torch.from_numpy(Corpus(data).windows("val", 800, 16)[0])
+
+
+@pytest.mark.parametrize("rule", ["kl", "kl_sure", "state", "accel"])
+def test_skip_equals_freeze_on_a_trained_model(rule, trained):
+    """Oracle: `freeze`, over thresholds from nobody to everybody halting."""
+    model, idx = trained
+    spread = set()
+    for eps in (0.0, 1e-5, 1e-3, 0.03, 0.1, 0.3, 1.0, float("inf")):
+        (frozen, depth), (skipped, skipped_depth) = (model.forward_halting(idx, rule, eps, 12, mode) for mode in ("freeze", "skip"))
+        assert torch.equal(depth, skipped_depth)
+        assert torch.allclose(frozen, skipped, atol=1e-4)
+        spread |= set(depth.unique().tolist())
+    assert len(spread) > 4                                 # the exits were ragged, or nothing was tested
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(data, tmp_path, capsys):
     """Oracle: the checkpoint of step 10, after a learning rate that breaks the model."""
     run(data, tmp_path, "--max_steps=10")
