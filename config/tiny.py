@@ -16,7 +16,7 @@ n_hidden = 704
 n_prelude = 1
 n_core = 1
 n_coda = 1
-injection = "linear"
+injection = "add"
 state_init = "normal"
 
 # the loop in training
