@@ -243,7 +243,7 @@ class LoopLM(nn.Module):
     def flops_per_token(self, T):
         """
         FLOPs of one token in a sequence of T, forward: (prelude, one loop, one readout). Two for each multiply-add
-        of the matrix products; attention counted over all T keys, as the dense kernels compute it.
+        of the matrix products; attention is counted over all T keys, though kernels may leave out up to half of them.
         """
         c, h = self.config, self.config.n_embd // self.config.n_head
         weights = c.n_embd * (2 * c.n_embd + 2 * c.n_kv_head * h + 3 * c.n_hidden)
