@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import config
 from measure import TOLERANCE, TYPES, check_finite, load, token_types
-from model import SURE, LoopConfig, LoopLM, accel_signal, kl_signal, state_signal
+from model import LoopConfig, LoopLM, accel_signal, kl_signal, state_signal
 from prepare_data import token_bytes
 from train import Settings as TrainSettings
 
@@ -66,7 +66,7 @@ class Settings:
             raise ValueError("config goes with schedule: random weights have no signals worth measuring, only a speed")
 
 
-RULES = ("kl", "kl_sure", "state", "accel")      # of A1
+RULES = ("kl", "state", "accel")                 # of A1
 HIDDEN = 64                                      # inner width of the two-layer router
 ROUTER_TOKENS = 16384                            # routers are trained on so many tokens at most
 L2 = 1e-2                                        # weight penalty of the linear router
@@ -110,10 +110,8 @@ def record(model, x, y, max_loops, batch_size, sample):
             seen = {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(idx),
                     "argmax": logits.argmax(-1), "state": state_signal(s[i], s[i - 1]),
                     "convergence": torch.stack([kl_signal(a, b) for a, b in zip(last, logits)])}     # by row: less memory
-            if i == 1:
-                seen["kl_sure"] = torch.where(logits.softmax(-1).amax(-1) > SURE, 0.0, torch.inf)
-            else:
-                seen["kl"] = seen["kl_sure"] = torch.stack([kl_signal(a, b) for a, b in zip(logits, previous)])
+            if i > 1:
+                seen["kl"] = torch.stack([kl_signal(a, b) for a, b in zip(logits, previous)])
                 before, accel = accel, accel_signal(s[i], s[i - 1], s[i - 2])
                 if i > 2:
                     seen["accel"] = torch.maximum(accel, before)
@@ -216,7 +214,7 @@ def flops(policy, depth, model_config, parts):
     """
     (prelude, loop, readout), d = parts, model_config.n_embd
     depth = float(np.asarray(depth, np.float64).mean())
-    if policy in ("A1_kl", "A1_kl_sure"):
+    if policy == "A1_kl":
         return prelude + depth * (loop + readout)
     check = {"A2_linear": 2 * d, "A2_two_layer": 2 * HIDDEN * (d + 1)}.get(policy, 0)
     return prelude + depth * (loop + check) + readout
@@ -423,7 +421,7 @@ def plot(result, mean_loops, title):
     from matplotlib import pyplot as plt
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
                          "grid.color": "#e8e8e8", "axes.axisbelow": True, "legend.edgecolor": "white", "axes.titlesize": 12})
-    styles = {"A0": ("A0, uniform depth", "#16324f", "-", 3), "A1_kl": ("A1 kl", "#2563a8", "-", 1.8), "A1_kl_sure": ("A1 kl sure", "#6fb1e8", "-", 1.8),
+    styles = {"A0": ("A0, uniform depth", "#16324f", "-", 3), "A1_kl": ("A1 kl", "#2563a8", "-", 1.8),
               "A1_state": ("A1 state", "#e07b28", "-", 1.8), "A1_accel": ("A1 accel", "#3c9a5f", "-", 1.8),
               "A2_linear": ("A2 linear router", "#a04a9c", "--", 1.5), "A2_two_layer": ("A2 two-layer router", "#c98bc6", "--", 1.5),
               "oracle": (f"oracle: {ORACLE} nats above the last loop", "#888888", "-", 1.2),

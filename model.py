@@ -258,7 +258,7 @@ class LoopLM(nn.Module):
         Let each token stop at the first loop whose signal is below eps, at most max_loops (default:
         config.mean_loops). Token ids (B, T) -> logits (B, T, vocab_size), depth (B, T) in loops.
 
-        rule   "kl", "kl_sure", "state" or "accel": see Halting.
+        rule   "kl", "state" or "accel": see Halting.
         mode   "select": all loops run for all tokens, and a token's output is read at its depth.
                "freeze": from its depth on a token's state, and its keys and values in every core block, stay as
                they were in its last active loop, while the others go on attending to them. `state` and `accel`
@@ -380,23 +380,19 @@ def accel_signal(s, previous, before):
     return (s.float() - 2 * previous.float() + before.float()).norm(dim=-1) / s.float().norm(dim=-1)
 
 
-SURE = 0.99                      # the probability from which on `kl_sure` takes the first loop's word
-
-
 class Halting:
     """
     A rule that needs no training, loop by loop: which tokens' signal fell below eps? It remembers what the signal
-    compares with. `kl` and `accel` are first defined at loop 2; `accel` asks for two hits in a row. `kl_sure` is `kl`,
-    with an exit at loop 1 for tokens that give one id more than SURE: `kl` has paid for that readout anyway.
+    compares with. `kl` and `accel` are first defined at loop 2; `accel` asks for two hits in a row.
     """
 
     def __init__(self, rule, eps, schedule=None):
-        if rule not in ("kl", "kl_sure", "state", "accel"):
-            raise ValueError(f"rule must be 'kl', 'kl_sure', 'state' or 'accel', not {rule!r}")
+        if rule not in ("kl", "state", "accel"):
+            raise ValueError(f"rule must be 'kl', 'state' or 'accel', not {rule!r}")
         if not eps >= 0:
             raise ValueError(f"eps must be at least 0, not {eps}")
         self.rule, self.eps, self.loop, self.schedule = rule, eps, 0, schedule
-        self.reads = rule in ("kl", "kl_sure")             # does a check cost a readout?
+        self.reads = rule == "kl"                          # does a check cost a readout?
         self.memory = None                                 # `kl`: logits; `accel`: the state before, and who hit
 
     def __call__(self, s, previous, logits=None):
@@ -408,8 +404,6 @@ class Halting:
         elif self.reads:
             if self.memory:
                 halts = kl_signal(logits, *self.memory) < self.eps
-            elif self.rule == "kl_sure" and self.eps > 0:
-                halts = F.softmax(logits.float(), dim=-1).amax(-1) > SURE
             self.memory = (logits,)
         else:
             hit = halts

@@ -7,18 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import model as model_py
 from model import LoopConfig, LoopLM, accel_signal, kl_signal, state_signal
 
 TINY = dict(block_size=24, vocab_size=97, n_embd=32, n_head=4, n_kv_head=2, n_hidden=48, n_prelude=1, n_core=2, n_coda=1,
             mean_loops=4)
-RULES = ("kl", "kl_sure", "state", "accel")
-
-
-@pytest.fixture(autouse=True)
-def sure_of_half(monkeypatch):
-    """Random models are never as sure as trained ones: with this threshold `kl_sure` does let tokens go at loop 1."""
-    monkeypatch.setattr(model_py, "SURE", 0.04)
+RULES = ("kl", "state", "accel")
 
 
 def make(seed=0, **changes):
@@ -42,7 +35,7 @@ def spread_eps(model, idx, rule, max_loops=8):
         states = [model.initial_state(e)]
         for _ in range(max_loops):
             states.append(model.loop_step(states[-1], e))
-        if rule.startswith("kl"):
+        if rule == "kl":
             read = [model.readout(s) for s in states[1:]]
             signals = [kl_signal(b, a) for a, b in zip(read, read[1:])]
         elif rule == "state":
@@ -191,8 +184,8 @@ def test_select_reads_the_uniform_loops(model, rule):
                 if rule == "state":
                     signal = state_signal(states[i][b, t], states[i - 1][b, t])
                 elif i == 1:
-                    signal = 0.0 if rule == "kl_sure" and read[1][b, t].softmax(-1).max() > 0.04 else math.inf
-                elif rule.startswith("kl"):
+                    continue
+                elif rule == "kl":
                     signal = kl_signal(read[i][b, t], read[i - 1][b, t])
                 else:
                     signal = accel_signal(states[i][b, t], states[i - 1][b, t], states[i - 2][b, t])
@@ -249,14 +242,12 @@ def naive_freeze(model, idx, rule, eps, max_loops):
         x = {t: s[t] + e[t] if model.adapter is None else model.adapter.weight @ torch.cat((s[t], e[t])) for t in active}
         s.update(run(model.core_blocks, core, x, active))
         before = dict(logits)
-        if rule.startswith("kl"):
+        if rule == "kl":
             logits.update(read(coda, s, active))
         for t in list(active):
             history[t].append(s[t])
             depth[t] = i
-            if rule == "kl_sure" and i == 1:
-                signal = 0.0 if logits[t].softmax(-1).max() > 0.04 else math.inf
-            elif rule.startswith("kl"):
+            if rule == "kl":
                 signal = kl_signal(logits[t], before[t]) if i > 1 else math.inf
             elif rule == "state":
                 signal = (s[t] - history[t][-2]).norm() / s[t].norm()
@@ -265,7 +256,7 @@ def naive_freeze(model, idx, rule, eps, max_loops):
             hits[t] = hits[t] + 1 if signal < eps else 0
             if hits[t] == (2 if rule == "accel" else 1):
                 active.remove(t)
-    if not rule.startswith("kl"):
+    if rule != "kl":
         logits = read(coda, s, range(T))
     return torch.stack([logits[t] for t in range(T)]), torch.tensor([depth[t] for t in range(T)])
 
@@ -278,7 +269,7 @@ def test_freeze_equals_a_naive_loop_over_tokens(model, rule):
     eps = spread_eps(model, idx, rule)
     with torch.no_grad():
         logits, depth = model.forward_halting(idx, rule, eps, 8, "freeze")
-        assert len(depth.unique()) > 1 or rule == "kl_sure"
+        assert len(depth.unique()) > 1
         for b in range(len(idx)):
             oracle_logits, oracle_depth = naive_freeze(model, idx[b], rule, eps, 8)
             assert torch.equal(depth[b], oracle_depth)
@@ -388,14 +379,3 @@ def test_kl_of_many_ids_is_computed_in_parts():
         a, b = torch.randn(2, 3, V, generator=g), torch.randn(2, 3, V, generator=g)
         parts = torch.stack([torch.stack([kl_signal(p, q) for p, q in zip(*rows)]) for rows in zip(a, b)])
         assert torch.allclose(kl_signal(a, b), parts, rtol=1e-6)
-
-
-def test_kl_sure_lets_some_tokens_go_at_loop_1_and_only_those_that_are_sure():
-    """Oracle: the first readout's probabilities; on a model that is sure of about half of its tokens."""
-    model, idx = make(), tokens()
-    sure = model(idx, n_loops=1)[0].softmax(-1).amax(-1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_py, "SURE", sure.median().item())
-        for mode in ("select", "freeze", "skip"):
-            depth = model.forward_halting(idx, "kl_sure", 1e-9, 4, mode)[1]
-            assert torch.equal(depth == 1, sure > sure.median())
