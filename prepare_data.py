@@ -4,8 +4,8 @@ Text to shards of tokens, and shards to batches.
     python prepare_data.py                      # Python's own standard library, as bytes: no download
     python prepare_data.py tinystories          # roneneldan/TinyStories, GPT-2 BPE
     python prepare_data.py fineweb-edu          # HuggingFaceFW/fineweb-edu, sample-10BT, GPT-2 BPE
-    python prepare_data.py 'texts/**/*.txt'     # your own: a file, a folder or a quoted glob. A text file is one document;
-                                                # in .jsonl, .json and .parquet each row is one, see --column
+    python prepare_data.py 'texts/**/*.txt'     # your own: a file, a folder or a quoted glob. A text file is one document,
+                                                # so one alone is too few; in .jsonl, .json and .parquet each row is one
     python prepare_data.py OWNER/REPO           # a dataset on the hub that is llm.c shards already: taken as it is
     python prepare_data.py stdlib --verify      # check every byte of data/stdlib
 
@@ -471,8 +471,9 @@ def prepare(source, out, settings):
 
 
 def main():
-    sources = [arg for arg in sys.argv[1:] if not arg.startswith("-")] or ["stdlib"]
-    settings = config.parse(Settings, __doc__, [arg for arg in sys.argv[1:] if arg.startswith("-")])
+    argv = config.join_values(Settings, sys.argv[1:])
+    sources = [arg for arg in argv if not arg.startswith("-")] or ["stdlib"]
+    settings = config.parse(Settings, __doc__, [arg for arg in argv if arg.startswith("-")])
     if len(sources) > 1:
         config.fail(f"{len(sources)} sources, but one at a time: quote a glob, so that the shell leaves it alone")
     out = Path(settings.out or Path("data") / source_name(sources[0]))

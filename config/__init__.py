@@ -38,11 +38,7 @@ def parse(Settings, doc, argv=None):
         print(doc.strip() + "\n\nsettings, with their defaults:\n\n" + help_text(Settings))
         raise SystemExit(0)
     values = {f.name: f.default for f in dataclasses.fields(Settings)}
-    switches = {f"--{f.name}" for f in dataclasses.fields(Settings) if f.type is bool}
-    argv = list(argv)
-    for i in range(len(argv) - 2, -1, -1):                 # "--key value" means --key=value
-        if re.fullmatch(r"--\w+", argv[i]) and argv[i] not in switches and not argv[i + 1].startswith("--"):
-            argv[i:i + 2] = [f"{argv[i]}={argv[i + 1]}"]
+    argv = join_values(Settings, argv)
     for arg in argv:
         if not arg.startswith("--"):
             if not arg.endswith(".py"):
@@ -53,13 +49,26 @@ def parse(Settings, doc, argv=None):
         if arg.startswith("--"):
             key, equals, text = arg[2:].partition("=")
             known(Settings, key, "the command line")
-            if not equals and arg not in switches:
+            if not equals and arg not in switches(Settings):
                 fail(f"--{key} needs a value: --{key}=...")
             values[key] = check(Settings, key, literal(text) if equals else True, "the command line", text)
     try:
         return Settings(**values)
     except ValueError as error:
         fail(str(error))
+
+
+def switches(Settings):
+    return {f"--{f.name}" for f in dataclasses.fields(Settings) if f.type is bool}
+
+
+def join_values(Settings, argv):
+    """["--key", "value"] -> ["--key=value"]; a bool stands alone."""
+    argv = list(argv)
+    for i in range(len(argv) - 2, -1, -1):
+        if re.fullmatch(r"--\w+", argv[i]) and argv[i] not in switches(Settings) and not argv[i + 1].startswith("--"):
+            argv[i:i + 2] = [f"{argv[i]}={argv[i + 1]}"]
+    return argv
 
 
 def help_text(Settings):
@@ -71,7 +80,7 @@ def help_text(Settings):
             if field:
                 lines.append(f"  --{field[1]}={field[2]}".ljust(34) + field[3])
             elif re.match(r"    # ", line):
-                lines += [""] * (not lines or lines[-1].startswith("  --")) + [line.strip("# ")]
+                lines += [""] * bool(lines and lines[-1].startswith("  --")) + [line.strip("# ")]
     return "\n".join(lines)
 
 

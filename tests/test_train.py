@@ -327,6 +327,12 @@ def test_every_shipped_configuration_is_valid(path):
     config.parse(train.Settings, "doc", [str(path)])
 
 
+def test_a_value_may_follow_its_key_after_a_space():
+    """Oracle: the list written with equals signs; a switch takes no value, and what is no key stays."""
+    joined = config.join_values(train.Settings, ["a.py", "--out", "x", "--compile", "b.py", "--seed=3", "--data"])
+    assert joined == ["a.py", "--out=x", "--compile", "b.py", "--seed=3", "--data"]
+
+
 def test_help_lists_every_setting(capsys):
     """Oracle: the fields of the dataclass."""
     with pytest.raises(SystemExit) as stopped:
