@@ -557,6 +557,7 @@ def main():
     held_out = x[1::2]
     if s.schedule:
         return time_schedule(model, held_out[:s.time_batch * s.time_batches], s, max_loops, dtype, about)
+    config.check_writable(*(Path(s.ckpt).with_name(name) for name in ("allocate.json", "allocate.png")))
     print(f"{s.ckpt}: step {ckpt['step']}, trained with {mean_loops} loops on average; {x.size:,} validation tokens of {corpus.name} in "
           f"sequences of {block_size}: half to choose on, half to report; up to {max_loops} loops, {device}, float32", flush=True)
 

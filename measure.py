@@ -374,6 +374,9 @@ def main():
     if s.tokens < block_size:
         config.fail(f"--tokens={s.tokens} is less than one sequence: use at least {block_size}, or a smaller --block_size")
 
+    json_path, png_path = (Path(s.ckpt).with_name(name) for name in ("measure.json", "measure.png"))
+    config.check_writable(json_path, png_path)
+
     # the text, and the type of each token as read and as predicted
     try:
         x, y = corpus.windows("val", s.tokens, block_size)                     # (n, T) each
@@ -398,7 +401,6 @@ def main():
                       "max_depth": s.max_depth, "eps": list(EPS), "saturation_tolerance": TOLERANCE}
 
     print_tables(result, mean_loops)
-    json_path, png_path = (Path(s.ckpt).with_name(name) for name in ("measure.json", "measure.png"))
     text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n"
     figure = plot(result, mean_loops, f"step {ckpt['step']:,}, training mean {mean_loops} loops; {x.size:,} validation tokens of {corpus.name}")
     try:

@@ -195,6 +195,13 @@ def write_whole(path, write):
             os.remove(part)
 
 
+def check_writable(*paths):
+    """End the script now rather than after the work, if these files could not be written."""
+    for path in map(str, paths):
+        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+            fail(f"cannot write {path}: it is a folder, or its folder is closed to you")
+
+
 def provenance(device):
     """What an artefact says of its making: commit, versions, processor."""
     try:

@@ -341,6 +341,21 @@ def test_every_mistake_is_one_line_and_exit_code_2(folder, tmp_path, monkeypatch
     assert not list(tmp_path.glob("measure*"))
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(folder, tmp_path, monkeypatch, capsys):
+    """Oracle: one line that names the file; the work itself is replaced by a failure."""
+    import allocate
+    (tmp_path / "ckpt.pt").write_bytes((folder / "ckpt.pt").read_bytes())
+    for script, work in ((M, "measure"), (allocate, "record")):
+        name = f"{script.__name__}.json"
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(script, work, None)
+        monkeypatch.setattr(sys, "argv", [script.__name__, f"--ckpt={tmp_path}/ckpt.pt", "--tokens=128"])
+        with pytest.raises(SystemExit) as stop:
+            script.main()
+        line = capsys.readouterr().err
+        assert stop.value.code == 2 and name in line and line.count("\n") == 1
+
+
 def test_a_mistake_on_the_command_line_shows_no_traceback(folder, tmp_path):
     """Oracle: what a user sees of the real command."""
     done = run(f"--ckpt={tmp_path}/none.pt")
