@@ -393,7 +393,7 @@ def print_tables(result, mean_loops):
             row(name, "no threshold matches")
     print("A1 as it runs with skip; A2 and oracles select only. *: matched where its threshold was chosen, but not where it is reported")
     names = [name for name in policies if name != "A0"]
-    print(f"\nat equal mean depth: loss less that of A0 (claim 5; paper: A1 by kl)")
+    print("\nat equal mean depth: loss less that of A0 (claim 5; paper: A1 by kl)")
     row("mean depth", "A0", *(name.replace("_", " ").replace("oracle convergence", "converg.") for name in names), "paper")
     for depth in (d for d in EQUAL if d <= len(a0["frontier"])):
         cells = [policies[name]["equal_depth"][str(depth)] for name in names]
