@@ -18,8 +18,6 @@ Thresholds and routers are chosen on sequences 0, 2, 4, ...; all figures are of 
 
 import copy
 import json
-import statistics
-import time
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -283,18 +281,6 @@ def run_halting(model, x, y, rule, eps, max_loops, mode, batch_size):
 # ---------------------------------------------------------------------------------------------------------
 # wall-clock
 
-def interleaved(functions, repeats, clock=time.perf_counter):
-    """{name: function} -> {name: median seconds}, measured A B A B ... after one round that warms up."""
-    seconds = {name: [] for name in functions}
-    for round in tqdm(range(repeats + 1), desc="time", disable=None):
-        for name, function in functions.items():
-            start = clock()
-            function()
-            if round:
-                seconds[name].append(clock() - start)
-    return {name: statistics.median(all) for name, all in seconds.items()}
-
-
 @torch.inference_mode()
 def wall_clock(batches, runs, baselines, repeats, flops_of):
     """
@@ -308,7 +294,7 @@ def wall_clock(batches, runs, baselines, repeats, flops_of):
         if batches[0].device.type != "cpu":
             torch.accelerator.synchronize()
 
-    seconds = interleaved({name: partial(over_batches, name, function) for name, (_, function) in runs.items()}, repeats)
+    seconds = config.interleaved({name: partial(over_batches, name, function) for name, (_, function) in runs.items()}, repeats)
     depth = {name: torch.stack([torch.as_tensor(d) for d in of_batches]).cpu().numpy() for name, of_batches in depth.items()}
     cost = {name: flops_of(policy, depth[name]) for name, (policy, _) in runs.items()}
     for name in runs:

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import config
-from model import kl_signal, load_checkpoint, state_signal
-from prepare_data import Corpus, reason, token_bytes
+from model import kl_signal, state_signal
+from prepare_data import Corpus, token_bytes
 
 
 @dataclass
@@ -62,16 +62,8 @@ PAPER_MEDIAN, PAPER_MOVING = "6", "10%"          # claim 3: median depth, share 
 
 def load(path, data="", device="cpu"):
     """-> the checkpoint's model (float32, evaluation mode), the checkpoint, its corpus; or one line and exit code 2."""
-    try:
-        model, ckpt = load_checkpoint(path, device)
-        folder, tokenizer, _ = data or ckpt["settings"]["data"], ckpt["data"]["tokenizer"], ckpt["step"]
-    except FileNotFoundError:
-        config.fail(f"no checkpoint at {path}: python train.py writes one, --ckpt= says where")
-    except Exception as error:                   # torch's, pickle's, zip's: a garbled file can raise anything
-        config.fail(f"{path} is not a whole checkpoint of train.py ({type(error).__name__}: {reason(error).split('. ')[0]})")
-    for name, weight in model.state_dict().items():
-        if not weight.isfinite().all():
-            config.fail(f"{path} is of no use: {name} holds weights that are not finite; train again, with a lower --learning_rate")
+    model, ckpt = config.load_model(path, device)
+    folder, tokenizer = data or ckpt["settings"]["data"], ckpt["data"]["tokenizer"]
     try:
         corpus = Corpus(folder)
     except (ValueError, OSError) as error:

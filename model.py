@@ -140,8 +140,9 @@ class Block(nn.Module):
     def forward(self, x, rope, attend=causal_attention):
         """(..., T, d) -> (..., T, d). `attend(q, k, v)` decides what each token sees; halting replaces it."""
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim))       # (..., T, H + 2 H_kv, h)
-        q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=-2)
-        y = attend(rotate(q, rope), rotate(k, rope), v)                        # (..., T, H, h)
+        qk, v = qkv.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
+        q, k = rotate(qk, rope).split((self.n_head, self.n_kv_head), dim=-2)
+        y = attend(q, k, v)                                                    # (..., T, H, h)
         x = self.norm2(self.attn_out(y.flatten(-2)) + x)
         gate, up = self.gate_up(self.norm3(x)).chunk(2, dim=-1)
         return self.norm4(self.mlp_out(F.silu(gate) * up) + x)
@@ -185,39 +186,41 @@ class LoopLM(nn.Module):
             raise ValueError(f"{T} tokens do not fit the context of {self.config.block_size}")
         return self.cos[:T], self.sin[:T]
 
-    def prelude(self, idx):
-        """Token ids (B, T) -> e (B, T, d): what every loop is reminded of."""
-        x = self.wte(idx) * self.config.n_embd ** 0.5
-        rope = self.rope(idx.shape[1])
-        for block in self.prelude_blocks:
-            x = block(x, rope)
+    def run(self, blocks, x, attend=None, rope=None):
+        """
+        x (B, T, d) through some blocks. Halting and decoding bring their own attention, one for each of the blocks (see
+        Block), and the tokens' positions as rows of the rope table; then x may have any shape (..., d).
+        """
+        rope = rope or self.rope(x.shape[1])
+        for block, attention in zip(blocks, attend or [causal_attention] * len(blocks)):
+            x = block(x, rope, attention)
         return x
 
-    def initial_state(self, e):
-        """s_0 (B, T, d) for e (B, T, d): in training fresh noise from torch's global generator, else the fixed table."""
+    def prelude(self, idx, attend=None, rope=None):
+        """Token ids (B, T) -> e (B, T, d): what every loop is reminded of."""
+        return self.run(self.prelude_blocks, self.wte(idx) * self.config.n_embd ** 0.5, attend, rope)
+
+    def initial_state(self, e, at=None):
+        """
+        s_0 (B, T, d) for e (B, T, d): in training fresh noise from torch's global generator, else the fixed table.
+        With positions at (n,) for e (n, d).
+        """
         if self.config.state_init == "zeros":
             return torch.zeros_like(e)
         if self.training:
             return truncated_normal_(torch.empty_like(e), 0.4 ** 0.5)
+        if at is not None:
+            return self.state_table[at].to(e.dtype)
         return self.state_table[:e.shape[1]].to(e.dtype).repeat(len(e), 1, 1)
 
     def loop_step(self, s, e, attend=None, rope=None):
-        """
-        One loop: s_{i-1} and e, (B, T, d) each -> s_i (B, T, d). Halting brings its own attention, one per core block
-        (see Block), and the tokens' positions as rows of the rope table.
-        """
+        """One loop: s_{i-1} and e, (B, T, d) each -> s_i (B, T, d)."""
         x = s + e if self.adapter is None else self.adapter(torch.cat((s, e), dim=-1)).to(s.dtype)
-        rope = rope or self.rope(s.shape[1])
-        for i, block in enumerate(self.core_blocks):
-            x = block(x, rope, attend[i] if attend else causal_attention)
-        return x
+        return self.run(self.core_blocks, x, attend, rope)
 
     def readout(self, s, attend=None, rope=None):
         """The next-token logits that a state stands for: s (B, T, d) -> (B, T, vocab_size)."""
-        rope = rope or self.rope(s.shape[1])
-        for i, block in enumerate(self.coda_blocks):
-            s = block(s, rope, attend[i] if attend else causal_attention)
-        logits = F.linear(self.norm(s), self.wte.weight)
+        logits = F.linear(self.norm(self.run(self.coda_blocks, s, attend, rope)), self.wte.weight)
         return logits[..., :self.config.vocab_size]        # the padded rows can never be predicted
 
     def forward(self, idx, targets=None, n_loops=None):
@@ -275,8 +278,25 @@ class LoopLM(nn.Module):
             raise ValueError(f"max_loops must be at least 1, not {max_loops}")
         halting = Halting(rule, eps, schedule)
         if mode == "skip":
-            return self._skip(idx, halting, max_loops)
+            out, depth, _ = self._skip(idx, halting, max_loops)
+            return out if halting.reads else self.readout(out), depth
         return self._mask(idx, halting, max_loops, freeze=mode == "freeze")
+
+    @torch.no_grad()
+    def prefill(self, idx, cache, slot, rule, eps, max_loops):
+        """
+        A prompt idx (n,) with the mode `skip` -> depth (n,). Its keys and values, of each token's last loop, go to
+        positions 0 .. n - 1 of a slot of the cache, one sample.Cached for each prelude, core and coda block.
+        """
+        halting, prelude = Halting(rule, eps), [Frozen() for _ in self.prelude_blocks]
+        out, depth, attend = self._skip(idx[None], halting, max_loops, prelude)
+        if not halting.reads:                              # the coda has not seen the prompt yet
+            coda = [Frozen() for _ in self.coda_blocks]
+            self.run(self.coda_blocks, out, coda)
+            attend = attend[:len(self.core_blocks)] + coda
+        for cached, attention in zip(cache, prelude + attend):
+            cached.fill(slot, *attention.kept())
+        return depth[0]
 
     def _mask(self, idx, halting, max_loops, freeze):
         """The modes `select` and `freeze`: every loop computes every token, and masks decide what is kept."""
@@ -302,14 +322,15 @@ class LoopLM(nn.Module):
                 break
         return self.readout(s) if logits is None else logits, depth
 
-    def _skip(self, idx, halting, max_loops):
+    def _skip(self, idx, halting, max_loops, prelude=None):
         """
         The mode `skip`: `rows` are the active tokens among all B * T, and s, e, rope and what the halting rule
         remembers hold those rows only. Who halts leaves its state (or with `kl` its logits), and its keys and
-        values stay where later queries find them.
+        values stay where later queries find them. -> what was left (B, T, d or V), depth (B, T), and the attention
+        of the core and coda blocks, which has the keys and values.
         """
         B, T = idx.shape
-        e = self.prelude(idx)
+        e = self.prelude(idx, prelude)
         s = self.initial_state(e).flatten(0, 1)                                # (N, d), at first N = B T
         e, rope = e.flatten(0, 1), [table.repeat(B, 1, 1) for table in self.rope(T)]
         rows = torch.arange(B * T, device=idx.device)                          # (N,)
@@ -333,8 +354,7 @@ class LoopLM(nn.Module):
             stay = (~halts).nonzero()[:, 0]
             rows, s, e, *rope = (x[stay] for x in (rows, s, e, *rope))
             halting.keep(stay)
-        out = out.view(B, T, -1)
-        return out if halting.reads else self.readout(out), depth.view(B, T)
+        return out.view(B, T, -1), depth.view(B, T), core + coda
 
 
 def truncated_normal_(x, std, generator=None):
@@ -431,6 +451,9 @@ class Frozen:
         self.k, self.v = k, v
         return causal_attention(q, k, v)
 
+    def kept(self):
+        return self.k, self.v
+
 
 class Queries:
     """Where the active tokens of a loop stand in (B, Q): sequence by sequence, in order, padded to the longest of them."""
@@ -473,3 +496,7 @@ class Skipping:
         padded[at.b, at.slot] = q
         y = attention(padded.transpose(1, 2), self.k, self.v, at.at, at.blocks)                  # (B, H, Q, h)
         return y.transpose(1, 2)[at.b, at.slot]                                # (N, H, h)
+
+    def kept(self):
+        """-> k and v (B, T, H_kv, h)."""
+        return self.dense if self.k is None else (self.k.transpose(1, 2), self.v.transpose(1, 2))

@@ -83,7 +83,7 @@ def gpt2():
         import tiktoken
         return tiktoken.get_encoding("gpt2")
     except Exception as error:                             # whatever tiktoken's HTTP library raises comes through
-        raise ValueError(f"tiktoken cannot load GPT-2's vocabulary ({reason(error)}): check the connection, "
+        raise ValueError(f"tiktoken cannot load GPT-2's vocabulary ({config.reason(error)}): check the connection, "
                          f"or set TIKTOKEN_CACHE_DIR to a folder that holds it")
 
 
@@ -109,7 +109,7 @@ def read_shard(path):
     try:
         size, header = os.path.getsize(path), np.fromfile(path, "<i4", HEADER // 4)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {reason(error)}")
+        raise ValueError(f"cannot read {path}: {config.reason(error)}")
     offset, n = 0, size // 2                               # nanoGPT's files are tokens and nothing else
     whole, first = len(header) == HEADER // 4, header[:3].tolist()
     if whole and first[:2] == [MAGIC, VERSION]:
@@ -168,7 +168,7 @@ class Corpus:
             if not inside or TOKENIZERS[self.tokenizer] != (self.vocab_size, self.eot):
                 raise KeyError
         except OSError as error:
-            raise ValueError(f"cannot read {path}: {reason(error)}")
+            raise ValueError(f"cannot read {path}: {config.reason(error)}")
         except (KeyError, TypeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
             raise ValueError(f"{path} is garbled: remove the folder and run python prepare_data.py again")
         self.identity = {"name": self.name, "tokenizer": self.tokenizer, "vocab_size": self.vocab_size,
@@ -228,13 +228,6 @@ def sha256(path):
     return hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
 
 
-def reason(error):
-    """What went wrong at the root, in one line."""
-    while error.__cause__:
-        error = error.__cause__
-    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # sources
 
@@ -252,7 +245,7 @@ def dataset_documents(what, advice, column, *args, **kwargs):
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)              # it logs what it raises, too
         data = datasets.load_dataset(*args, **kwargs, split="train")
     except Exception as error:                             # Arrow's, the hub's, the HTTP library's, the disk's
-        config.fail(f"cannot read {what} ({reason(error)}): {advice}")
+        config.fail(f"cannot read {what} ({config.reason(error)}): {advice}")
     if column not in data.column_names:
         config.fail(f"{what} has no column {column!r}, only {', '.join(data.column_names)}: choose one with --column=...")
     if getattr(data.features[column], "dtype", None) not in ("string", "large_string"):
@@ -285,7 +278,7 @@ def hub_shards(repository, folder, request):
         from huggingface_hub import snapshot_download
         root = snapshot_download(repository, repo_type="dataset", allow_patterns="*.bin")      # resumes by itself
     except Exception as error:                             # the hub's, the HTTP library's, the disk's
-        config.fail(f"{repository} is no path here, and the hub does not give it ({reason(error)}): {HUB_ADVICE}")
+        config.fail(f"{repository} is no path here, and the hub does not give it ({config.reason(error)}): {HUB_ADVICE}")
     for path in Path(root).rglob("*.bin"):
         if SHARD.fullmatch(path.name):
             try:
@@ -490,7 +483,7 @@ def main():
     except BrokenProcessPool:
         config.fail("a tokenizing process was killed, perhaps for want of memory: try a smaller --num_proc")
     except OSError as error:
-        config.fail(f"cannot write {out}: {reason(error)}")
+        config.fail(f"cannot write {out}: {config.reason(error)}")
     except KeyboardInterrupt:
         config.fail(f"interrupted: nothing is left in {out}, run the same command again")
     for key, value in corpus.identity.items():

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import config
 from model import LoopConfig, LoopLM
-from prepare_data import Corpus, reason
+from prepare_data import Corpus
 
 
 @dataclass
@@ -154,7 +154,7 @@ def compile_parts(model, sample, context):
     except Exception as error:                              # any of many: no compiler, no headers, unsupported GPU
         for name in names:
             delattr(model, name)
-        return reason(error)
+        return config.reason(error)
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -267,7 +267,7 @@ def main(argv=None):
             config.write_whole(ckpt_path, lambda path: torch.save(state, path))
             return True
         except (OSError, RuntimeError) as error:
-            say(f"warning: the checkpoint of step {step} could not be written to {s.out} ({reason(error)})")
+            say(f"warning: the checkpoint of step {step} could not be written to {s.out} ({config.reason(error)})")
             return False
 
     def evaluate():

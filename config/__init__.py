@@ -15,16 +15,28 @@ import operator
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
+import time
 
 import torch
+from tqdm import tqdm
+
+from model import load_checkpoint
 
 
 def fail(message):
     """End the script over a mistake that the user can mend: one line, exit code 2."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def reason(error):
+    """What went wrong at the root, in one line."""
+    while error.__cause__:
+        error = error.__cause__
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def parse(Settings, doc, argv=None):
@@ -180,6 +192,33 @@ def pick_dtype(name, device):
     if name not in ("", "bfloat16", "float32"):
         fail(f"dtype must be bfloat16 or float32, not {name!r}")
     return getattr(torch, name or ("bfloat16" if has_bf16 else "float32"))
+
+
+def load_model(path, device="cpu"):
+    """-> a checkpoint's model (float32, evaluation mode) and the checkpoint; or one line and exit code 2."""
+    try:
+        model, ckpt = load_checkpoint(path, device)
+        ckpt["settings"]["data"], ckpt["data"]["tokenizer"], ckpt["step"]
+    except FileNotFoundError:
+        fail(f"no checkpoint at {path}: python train.py writes one, --ckpt= says where")
+    except Exception as error:                             # torch's, pickle's, zip's: a garbled file can raise anything
+        fail(f"{path} is not a whole checkpoint of train.py ({type(error).__name__}: {reason(error).split('. ')[0]})")
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            fail(f"{path} is of no use: {name} holds weights that are not finite; train again, with a lower --learning_rate")
+    return model, ckpt
+
+
+def interleaved(functions, repeats, clock=time.perf_counter):
+    """{name: function} -> {name: median seconds}, measured A B A B ... after one round that warms up."""
+    seconds = {name: [] for name in functions}
+    for round in tqdm(range(repeats + 1), desc="time", disable=None):
+        for name, function in functions.items():
+            start = clock()
+            function()
+            if round:
+                seconds[name].append(clock() - start)
+    return {name: statistics.median(all) for name, all in seconds.items()}
 
 
 def write_whole(path, write):

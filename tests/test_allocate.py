@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import allocate as A
+import config
 import measure as M
 from model import LoopConfig, LoopLM
 from test_measure import BLOCK, MEAN_LOOPS, save, write_corpus
@@ -194,7 +195,7 @@ def test_the_timer_reports_medians_of_interleaved_rounds_and_never_the_minimum()
         calls.append(name)
         now[0] += next(lasts[name])
 
-    seconds = A.interleaved({name: lambda name=name: work(name) for name in lasts}, 5, clock=lambda: now[0])
+    seconds = config.interleaved({name: lambda name=name: work(name) for name in lasts}, 5, clock=lambda: now[0])
     assert "".join(calls) == "ab" * 6                      # one round to warm up
     assert seconds == {"a": 5, "b": 3} == {"a": statistics.median([1, 9, 4, 100, 5]), "b": statistics.median([3, 2, 8, 30, 2.5])}
 
