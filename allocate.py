@@ -32,6 +32,7 @@ import config
 from measure import TOLERANCE, TYPES, check_finite, load, token_types
 from model import LoopConfig, LoopLM, accel_signal, kl_signal, state_signal
 from prepare_data import token_bytes
+from sample import score
 from train import Settings as TrainSettings
 
 
@@ -230,6 +231,19 @@ def choose(points, reference):
     return min((p for p in points if p["loss"] <= reference + TOLERANCE), key=lambda p: p["mean_depth"], default=None)
 
 
+def loosest(grid, matches, parts):
+    """
+    Bisection over ascending thresholds, the last first -> the index of the largest that `matches`, within so many parts of
+    the grid. grid[0] is 0, where nobody exits: that is A0 itself.
+    """
+    low, high, at = 0, len(grid), len(grid) - 1
+    while True:
+        low, high = (at, high) if matches(grid[at]) else (low, at)
+        if high - low <= max(1, len(grid) // parts):
+            return low
+        at = (low + high) // 2
+
+
 def interval(difference, seed, draws=2000):
     """Paired bootstrap over sequences: differences (n, T) between two policies' losses -> 95 % interval of their mean."""
     of_sequence = difference.mean(-1, dtype=np.float64)                        # (n,)
@@ -393,6 +407,11 @@ def print_tables(result, mean_loops):
         if m["stricter_steps"]:
             print(f"{'':>20}  ({rule}: for select alone {first['threshold']:.3g} had been enough, mean depth {first['mean_depth']:.2f}; "
                   f"where tokens halt for real it takes {m['threshold']:.3g})")
+    print("\ndecoded: tokens one after the other, each over the last loop of those before; at that threshold, or a stricter one if need be")
+    row("", "threshold", "mean depth", "loss", "  loss difference")
+    for rule, m in result["decode"].items():
+        row(f"{rule} decode", f"{m['threshold']:.3g}", f"{m['mean_depth']:.3f}", f"{m['loss']:.4f}",
+            "  " + signed(m["loss_difference"], m["interval"]) + " *" * (m["loss_difference"] > TOLERANCE))
     for rule, roles in result["token_types"].items():
         print(f"\nmean depth by token type, A1 by {rule} at its threshold (claim 4; paper: whitespace shallowest, content words deepest)")
         row("", *(name.replace("_", " ") for name in TYPES), width=15)
@@ -567,8 +586,7 @@ def main():
 
     # frontiers and matches
     calibration, report, unseen = (Half(signals, slice(first, None, step), mean_loops, flops_of) for first, step in ((0, 2), (1, 2), (2, 4)))
-    reference = float(calibration.reference.mean(dtype=np.float64))
-    policies, modes = {}, {}
+    policies, modes, decoded = {}, {}, {}
     for name in ("A0", *list(signals)[1:]):
         grid = range(1, max_loops + 1) if name == "A0" else thresholds(calibration.signals[name])
         points = [report.point(name, t) for t in grid]
@@ -589,18 +607,15 @@ def main():
         if not policy["match"]:
             continue
         policy["select_match"], chosen = policy["match"], policy["match"]["threshold"]
-        grid = [t for t in thresholds(calibration.signals[f"A1_{rule}"]) if t <= chosen]
-        matches, fails, at = 0, len(grid), len(grid) - 1   # grid[0] is 0: nobody exits, which is A0 itself
-        while True:                                        # bisection, first at the threshold that select would do with
-            loss, _ = run_halting(model, x[::2], y[::2], rule, grid[at], max_loops, "skip", s.batch_size)
-            if loss.mean(dtype=np.float64) <= reference + TOLERANCE:
-                matches = at
-            else:
-                fails = at
-            if fails - matches <= max(1, len(grid) // 64):
-                break
-            at = (matches + fails) // 2
-        eps, steps = grid[matches], len(grid) - 1 - matches
+        grid = thresholds(calibration.signals[f"A1_{rule}"])
+        start = grid.index(chosen)
+
+        def matches(eps, step, run, *how):
+            loss = run(model, x[::step], y[::step], rule, eps, max_loops, *how)[0]
+            return (loss - calibration.reference[::step // 2]).mean(dtype=np.float64) <= TOLERANCE
+
+        at = loosest(grid[:start + 1], lambda eps: matches(eps, 2, run_halting, "skip", s.batch_size), 64)
+        eps, steps = grid[at], start - at
         depth = report.depth(f"A1_{rule}", eps)
         modes[rule] = {"select": report.against_reference(at_depth(report.signals["loss"], depth), depth, s.seed)}
         for mode in ("freeze", "skip"):
@@ -608,6 +623,11 @@ def main():
             modes[rule][mode] = report.against_reference(loss, depth, s.seed)
         policy["match"] = {"threshold": eps, **modes[rule]["skip"], "flops_per_token": flops_of(f"A1_{rule}", depth),
                            "stricter_steps": steps}
+
+        # the same for sample.py, tokens one after the other, each over the last loops of those before: slower, so on fewer
+        eps = grid[loosest(grid[:at + 1], lambda eps: matches(eps, 4, score), 16)]
+        loss, depth = score(model, held_out, y[1::2], rule, eps, max_loops)
+        decoded[rule] = {"threshold": eps, **report.against_reference(loss, depth, s.seed), "flops_per_token": flops_of(f"A1_{rule}", depth)}
 
     # which tokens go deep
     types, by_rule = np.stack([token_types(w.ravel(), pieces).reshape(w.shape)[1::2] for w in (x, y)]), {}
@@ -628,7 +648,7 @@ def main():
     rows = wall_clock(batches, runs, [f"uniform_{mean_loops}", f"uniform_{a0_min}"], s.repeats, flops_of)
 
     about["timed"] |= {"batches": len(batches), "shape": list(batches[0].shape)}
-    result = {"policies": policies, "modes": modes, "token_types": by_rule, "wall_clock": rows, "meta": about}
+    result = {"policies": policies, "modes": modes, "decode": decoded, "token_types": by_rule, "wall_clock": rows, "meta": about}
     print_tables(result, mean_loops)
     print_wall_clock(rows, f"{len(batches)} x {tuple(batches[0].shape)}, {str(dtype)[6:]}, median of {s.repeats}")
     path = Path(s.ckpt).with_name("allocate.json")
@@ -640,6 +660,8 @@ def main():
         if policy["match"]:
             print(f"{'A0_min' if name == 'A0' else name}: " + " ".join(f"{key} {policy['match'][key]:.6g}" for key in
                   ("threshold", "mean_depth", "loss", "loss_difference", "flops_per_token")))
+    for rule, m in decoded.items():
+        print(f"decode_{rule}: " + " ".join(f"{key} {m[key]:.6g}" for key in ("threshold", "mean_depth", "loss", "loss_difference", "flops_per_token")))
     print_times(rows)
     print(f"training_mean: {mean_loops}\ntokens: {x.size}\njson: {path}\npng: {path.with_suffix('.png')}")
 

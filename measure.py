@@ -25,6 +25,7 @@ from tqdm import tqdm
 import config
 from model import kl_signal, state_signal
 from prepare_data import Corpus, token_bytes
+from sample import score
 
 
 @dataclass
@@ -34,19 +35,21 @@ class Settings:
     tokens: int = 65536          # the first tokens of the validation split
     block_size: int = 0          # tokens in a sequence; 0: the checkpoint's context
     max_depth: int = 32          # loops to run
+    cache_tokens: int = 4096     # of these, how many are also decoded one by one, to see what the small cache loses; 0: none
     batch_size: int = 8          # sequences at a time; changes nothing but time and memory
     device: str = ""             # "cuda", "cuda:1", "mps" or "cpu"; empty: the best that is there
     # There is no dtype: all is float32 without TF32. In bfloat16 two readouts of one state differ by a KL near 1e-3
     # through rounding alone, so that a converged token would seem to move for ever.
 
     def __post_init__(self):
-        for name, least in (("tokens", 1), ("block_size", 0), ("max_depth", 2), ("batch_size", 1)):
+        for name, least in (("tokens", 1), ("block_size", 0), ("cache_tokens", 0), ("max_depth", 2), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)       # where the loss is measured, and at the training mean
 EPS = (1e-2, 1e-3, 1e-4)                         # a token has converged when its KL falls below
+HALTING = (("state", 0.3), ("state", 0.1), ("kl", 1e-2), ("kl", 1e-3))         # rules and eps under which the cache is measured
 SHOWN = "0.001"                                  # the eps of the table and of the panel by token type
 TOLERANCE = 0.002                                # nats: depths closer than this to the best count as equal to it
 
@@ -220,6 +223,35 @@ def measure(model, x, y, types, max_depth, batch_size):
     return {"nats": nats, "type_nats": type_nats, "kl": kl_by_loop, "change": change_by_loop, "counts": counts}
 
 
+@torch.inference_mode()
+def cache_gap(model, x, y, max_depth, batch_size):
+    """
+    What generation loses by keeping the keys and values of each token's last loop only: cross-entropy over windows x, y
+    (n, T) when tokens are decoded one by one over such a cache, less that of the parallel computation, in which loop i of
+    a token sees loop i of those before it; at uniform depths, and under halting rules. -> a list of rows, and the largest
+    difference of a token's loss when the decoder keeps all loops apart: that it computes the same is not to be believed.
+    """
+    device, mean_loops, rows = model.wte.weight.device, min(model.config.mean_loops, max_depth), []
+
+    def parallel(rule, eps, depth):
+        losses, depths = [], []
+        for start in range(0, len(x), batch_size):
+            idx, targets = (torch.from_numpy(w[start:start + batch_size]).long().to(device) for w in (x, y))
+            logits, of_tokens = model.forward_halting(idx, rule, eps, depth) if rule else (model(idx, n_loops=depth)[0], torch.full_like(idx, depth))
+            losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(idx).cpu())
+            depths.append(of_tokens.cpu())
+        return torch.cat(losses).numpy(), torch.cat(depths).numpy()
+
+    ways = [(None, 0.0, depth) for depth in sorted({*DEPTHS, mean_loops}) if depth <= min(max_depth, 2 * mean_loops)] + [(*way, mean_loops) for way in HALTING]
+    for rule, eps, depth in tqdm(ways, desc="cache", disable=None):
+        (loss, depths), (cached_loss, cached_depths) = parallel(rule, eps, depth), score(model, x, y, rule, eps, depth)
+        rows.append({"rule": rule or "uniform", "eps": eps, "max_depth": depth, "gap": float((cached_loss - loss).mean(dtype=np.float64)),
+                     "loss": float(loss.mean(dtype=np.float64)), "mean_depth": float(depths.mean()),
+                     "cached_loss": float(cached_loss.mean(dtype=np.float64)), "cached_mean_depth": float(cached_depths.mean())})
+    apart = score(model, x, y, None, 0.0, mean_loops, copies=mean_loops)[0] - parallel(None, 0.0, mean_loops)[0]
+    return rows, float(np.abs(apart).max())
+
+
 def depth_summary(counts, mean_loops):
     """Tokens by depth, (max_depth + 2,) with those that never converged last, which count as max_depth -> their figures."""
     max_depth, n = len(counts) - 2, int(counts.sum())
@@ -291,6 +323,13 @@ def print_tables(result, mean_loops):
             print(f"{name.replace('_', ' '):>16}", end="")
             row(entry["tokens"], f"{entry['loss']:.4f}" if "loss" in entry else "", f"{d['mean']:.2f}", d["median"],
                 f"{d['still_moving']:.1%}")
+    if "cache" in result:
+        print("\nwhat the cache of the last loop loses: text decoded token by token over it, less the parallel computation, in nats\n"
+              f"(with the loops kept apart the decoder agrees with the parallel computation within {result['cache_check']:.0e} nats a token)")
+        row("", "eps", "depth", "parallel", "depth", "decoded", "gap")
+        for c in result["cache"]:
+            row(c["rule"], f"{c['eps']:g}" if c["eps"] else "", f"{c['mean_depth']:.2f}", f"{c['loss']:.4f}", f"{c['cached_mean_depth']:.2f}",
+                f"{c['cached_loss']:.4f}", f"{c['gap']:+.5f}")
     print(f"\nsaturation depth, the smallest within {TOLERANCE} nats of the best: {result['saturation_depth']}, trained with a mean of "
           f"{mean_loops}; the paper: 8 with a mean of 8, 4 with 4 (claim 7)")
 
@@ -387,10 +426,13 @@ def main():
     except torch.OutOfMemoryError:
         config.fail(f"{device} has too little memory: try a smaller --batch_size than {s.batch_size}")
     result = report(raw, mean_loops, x.size, n_bytes)
+    if s.cache_tokens:
+        some = slice(max(1, s.cache_tokens // block_size))
+        result["cache"], result["cache_check"] = cache_gap(model, x[some], y[some], s.max_depth, s.batch_size)
     result["meta"] = {**config.provenance(device), "dtype": "float32", "step": ckpt["step"], "config": ckpt["config"],
                       "data": corpus.identity, "trained_on": ckpt["data"], "seed": ckpt["settings"].get("seed"),
                       "tokens": x.size, "bytes": n_bytes, "block_size": block_size, "batch_size": s.batch_size,
-                      "max_depth": s.max_depth, "eps": list(EPS), "saturation_tolerance": TOLERANCE}
+                      "max_depth": s.max_depth, "cache_tokens": s.cache_tokens // block_size * block_size, "eps": list(EPS), "saturation_tolerance": TOLERANCE}
 
     print_tables(result, mean_loops)
     text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n"
@@ -410,6 +452,8 @@ def main():
     for eps, kinds in result["depth"].items():
         for kind, d in kinds.items():
             print(f"{kind}_depth_{eps}: mean {d['mean']:.2f} median {d['median']} p90 {d['p90']} still_moving {d['still_moving']:.4f}")
+    for c in result.get("cache", ()):
+        print(f"cache_gap_{c['rule']}_{c['eps'] or c['max_depth']:g}: {c['gap']:+.6f}")
     print(f"training_mean: {mean_loops}\nsaturation_depth: {result['saturation_depth']}\ntokens: {x.size}\n"
           f"json: {json_path}\npng: {png_path}")
 

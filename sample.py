@@ -47,7 +47,7 @@ class Settings:
     uniform: int = 0             # this depth for every token instead; 0: off
     # speed
     slots: int = 8               # texts at work at the same time
-    wait: float = 0.5            # halted tokens wait for one readout until they are this share of all; 0: never, 1: lockstep
+    wait: float = 0.75           # halted tokens wait for one readout until they are this share of all; 0: never, 1: lockstep
     compare: bool = False        # then time it against uniform depth at the training mean
     device: str = ""             # "cuda", "cuda:1", "mps" or "cpu"; empty: the best that is there
     dtype: str = "float32"       # or "bfloat16"
@@ -86,6 +86,7 @@ class Cached:
     def __init__(self, places, slots, config, like, copies=1):
         c, self.places = config, places
         self.k, self.v = like.new_zeros(2, slots, copies, c.n_kv_head, c.block_size, c.n_embd // c.n_head)
+        self.views = [[(k[None], v[None]) for k, v in zip(*slot)] for slot in zip(self.k, self.v)]       # by slot and copy
 
     def fill(self, slot, k, v):
         """k and v (1, n, H_kv, h), of positions 0 .. n - 1."""
@@ -96,9 +97,10 @@ class Cached:
         copy = at.loops.clamp(max=last)
         self.k[at.slots, copy, :, at.positions], self.v[at.slots, copy, :, at.positions] = k, v
         # Token by token, each over its own past: nothing is copied or padded, and nobody's result depends on the company.
-        past = [(slice(slot, slot + 1), min(loop, last), slice(None), slice(position + 1)) for slot, position, loop in at.list]
-        y = [F.scaled_dot_product_attention(one, self.k[seen], self.v[seen], enable_gqa=q.shape[1] > k.shape[1])
-             for one, seen in zip(q[:, None, :, None].unbind(), past)]         # (1, H, 1, h) each
+        y, grouped = [], q.shape[1] > k.shape[1]
+        for one, (slot, position, loop) in zip(q[:, None, :, None].unbind(), at.list):           # (1, H, 1, h) each
+            k, v = (x.narrow(2, 0, position + 1) for x in self.views[slot][min(loop, last)])      # (1, H_kv, position + 1, h)
+            y.append(F.scaled_dot_product_attention(one, k, v, enable_gqa=grouped))
         return torch.cat(y)[:, :, 0]
 
 
@@ -274,7 +276,7 @@ def score(model, x, y, rule, eps, max_loops, slots=64, copies=1):
             loss[i, t] = nats
         return [int(x[i, min(t + 1, len(x[i]) - 1)]) for i, t in at]
 
-    for _ in decode(Decoder(model, slots, rule, eps, max_loops, copies=copies, wait=0.5), texts, choose):
+    for _ in decode(Decoder(model, slots, rule, eps, max_loops, wait=0.75, copies=copies), texts, choose):
         pass
     return loss.numpy(), torch.tensor([text.depths for text in texts]).numpy()
 
@@ -384,9 +386,8 @@ def threshold(s, step):
     path = Path(s.ckpt).with_name("allocate.json")
     try:
         found = json.loads(path.read_text())
-        match = found["policies"][f"A1_{s.rule}"]["match"]
-        if found["meta"]["step"] == step and match:
-            return float(match["threshold"]), f"{path} chose it"
+        if found["meta"]["step"] == step:
+            return float(found["decode"][s.rule]["threshold"]), f"{path} chose it"
     except (OSError, ValueError, KeyError, TypeError):
         pass                                               # then it has no word on this checkpoint
     return DEFAULT_EPS[s.rule], f"a guess: python allocate.py --ckpt={s.ckpt} would choose one"

@@ -15,6 +15,7 @@ import allocate as A
 import config
 import measure as M
 from model import LoopConfig, LoopLM
+from sample import score
 from test_measure import BLOCK, MEAN_LOOPS, save, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,7 +232,7 @@ def test_the_command_reports_every_policy_and_the_same_twice(folder, results):
     """Oracle: the first run; the keys that issue 3 names; figures that fit together."""
     (r, out), (again, _) = results
     assert (folder / "allocate.png").read_bytes()[:4] == b"\x89PNG" and not list(folder.glob("*.part"))
-    assert set(r) == {"policies", "modes", "token_types", "wall_clock", "meta"}
+    assert set(r) == {"policies", "modes", "decode", "token_types", "wall_clock", "meta"}
     assert set(r["policies"]) == {"A0", "A1_kl", "A1_state", "A1_accel", "A2_linear", "A2_two_layer", "oracle", "oracle_convergence"}
     assert [p["mean_depth"] for p in r["policies"]["A0"]["frontier"]] == list(range(1, MEAN_LOOPS + 1))
     for name, policy in r["policies"].items():
@@ -250,6 +251,9 @@ def test_the_command_reports_every_policy_and_the_same_twice(folder, results):
         assert modes["select"]["mean_depth"] == r["policies"][f"A1_{rule}"]["match"]["mean_depth"]
         assert modes["skip"]["mean_depth"] == pytest.approx(modes["freeze"]["mean_depth"], abs=0.02)
         assert modes["skip"]["loss"] == pytest.approx(modes["freeze"]["loss"], abs=1e-3)
+        decoded, match = r["decode"][rule], r["policies"][f"A1_{rule}"]["match"]
+        assert decoded["threshold"] <= match["threshold"] and f"decode_{rule}: threshold {decoded['threshold']:.6g}" in out
+        assert 1 <= decoded["mean_depth"] <= MEAN_LOOPS and decoded["interval"][0] <= decoded["loss_difference"] <= decoded["interval"][1]
     for by_type in r["token_types"]["kl"].values():
         assert sum(t["tokens"] for t in by_type.values()) == r["meta"]["tokens"] // 2
         mean = sum(t["tokens"] * t["mean_depth"] for t in by_type.values()) / (r["meta"]["tokens"] // 2)
@@ -284,6 +288,27 @@ def test_what_is_chosen_does_not_depend_on_the_reported_half(folder, results, tm
         assert other["policies"][name]["match"]["threshold"] == policy["match"]["threshold"]
         assert [p["threshold"] for p in other["policies"][name]["frontier"]] == [p["threshold"] for p in policy["frontier"]]
         assert other["policies"][name]["match"]["loss"] != policy["match"]["loss"]
+    for rule in A.RULES:
+        assert other["decode"][rule]["threshold"] == r["decode"][rule]["threshold"]
+
+
+def test_loosest_finds_the_last_threshold_that_matches():
+    """Oracle: a scan. Where matching is monotonous the answer is at most so many parts of the grid too strict, never too loose."""
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 3, 50, 401):
+        for last in {0, n - 1, *rng.integers(n, size=5).tolist()}:
+            for parts in (16, 64, 1000):
+                asked = []
+                at = A.loosest(list(range(n)), lambda t: asked.append(t) or t <= last, parts)
+                assert last - max(1, n // parts) < at <= last and asked[0] == n - 1 and len(asked) <= 11
+
+
+def test_the_threshold_for_decoding_matches_on_the_sequences_that_chose_it(folder, results, example):
+    """Oracle: sample.score on sequences 0, 4, 8, ... against uniform depth at the training mean."""
+    model, x, y, _, recorded, _ = example
+    for rule, decoded in results[0][0]["decode"].items():
+        loss, _ = score(model, x[::4], y[::4], rule, decoded["threshold"], MEAN_LOOPS)
+        assert (loss - recorded["loss"][::4, :, MEAN_LOOPS - 1]).mean() <= A.TOLERANCE + 1e-6
 
 
 def test_schedule_times_skip_with_a_checkpoint_or_random_weights(folder, tmp_path):

@@ -14,6 +14,7 @@ import torch
 import measure as M
 from model import LoopConfig, LoopLM
 from prepare_data import Corpus, encode, token_bytes
+from sample import score
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("It's the 42nd test of a loop, isn't it? def self_attn(x): return x + 1.5\n\n    \"Whatever converges\" -- caf\u00e9.\n" * 40).encode()
@@ -286,7 +287,7 @@ def test_the_command_writes_the_same_bytes_twice(folder, direct):
     assert (folder / "measure.png").read_bytes()[:4] == b"\x89PNG" and not list(folder.glob("*.part"))
     r = json.loads(written[0])
     assert set(r) == {"loss_by_depth", "bits_per_byte_by_depth", "kl_by_loop", "state_change_by_loop", "depth", "token_types",
-                      "saturation_depth", "meta"}
+                      "saturation_depth", "cache", "cache_check", "meta"}
     assert set(r["loss_by_depth"]) == set("1 2 3 4 5 6 8 12".split())
     assert set(r["kl_by_loop"]) == {str(i) for i in range(2, 13)} and set(r["state_change_by_loop"]) == {str(i) for i in range(1, 13)}
     assert set(r["kl_by_loop"]["2"]) == {"mean", "median", "p90", "p99"}
@@ -302,6 +303,27 @@ def test_the_command_writes_the_same_bytes_twice(folder, direct):
     best = min(r["loss_by_depth"].values())
     assert r["saturation_depth"] == min(int(d) for d, loss in r["loss_by_depth"].items() if loss <= best + 0.002)
     assert f"saturation_depth: {r['saturation_depth']}\n" in done.stdout
+
+
+def test_the_cache_gap_is_zero_at_depth_1_and_elsewhere_that_of_the_decoder(direct):
+    """Oracle: the loss of forward and of sample.score, called by hand on the same windows."""
+    model, x, y = direct[0].float(), direct[1], direct[2]
+    rows, apart = M.cache_gap(model, x, y, MAX_DEPTH, 3)
+    assert apart < 1e-4
+    assert [row["max_depth"] for row in rows if row["rule"] == "uniform"] == [1, 2, 3, 4, 5, 6]          # to twice the training mean
+    assert [(row["rule"], row["eps"]) for row in rows[6:]] == list(M.HALTING)
+    assert abs(rows[0]["gap"]) < 1e-6 and any(abs(row["gap"]) > 1e-5 for row in rows)
+    with torch.no_grad():
+        for row in rows:
+            rule = None if row["rule"] == "uniform" else row["rule"]
+            loss, depth = score(model, x, y, rule, row["eps"], row["max_depth"], slots=5)
+            idx = torch.from_numpy(x)
+            logits, depths = model.forward_halting(idx, rule, row["eps"], 3, "freeze") if rule else (
+                model(idx, n_loops=row["max_depth"])[0], torch.full_like(idx, row["max_depth"]))
+            parallel = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(y).flatten()).item()
+            assert row["cached_loss"] == pytest.approx(loss.mean(), abs=1e-5) and row["cached_mean_depth"] == pytest.approx(depth.mean(), abs=0.01)
+            assert row["loss"] == pytest.approx(parallel, abs=1e-5) and row["mean_depth"] == pytest.approx(depths.double().mean().item(), abs=0.01)
+            assert row["gap"] == pytest.approx(row["cached_loss"] - row["loss"], abs=1e-6)
 
 
 def spoil(model, name, value):

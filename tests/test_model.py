@@ -196,8 +196,12 @@ def test_select_reads_the_uniform_loops(model, rule):
             assert torch.allclose(logits[b, t], read[i][b, t], atol=1e-5)
 
 
-def naive_freeze(model, idx, rule, eps, max_loops):
-    """One sequence, token by token, in float64: each block keeps a list of keys and values that halted tokens no longer renew."""
+@torch.no_grad()
+def naive_freeze(model, idx, rule, eps, max_loops, prompt=None):
+    """
+    One sequence, token by token, in float64: each block keeps a list of keys and values that halted tokens no longer renew.
+    prompt: only the first so many tokens loop together; each later one begins when all before it have halted.
+    """
     T, c = len(idx), model.config
     h, share = c.n_embd // c.n_head, c.n_head // c.n_kv_head
 
@@ -237,27 +241,29 @@ def naive_freeze(model, idx, rule, eps, max_loops):
     e = model.prelude(idx[None])[0]
     s = dict(enumerate(model.initial_state(e[None])[0]))
     core, coda = [{} for _ in model.core_blocks], [{} for _ in model.coda_blocks]
-    active, depth, logits, history, hits = list(range(T)), {}, {}, {t: [s[t]] for t in range(T)}, dict.fromkeys(range(T), 0)
-    for i in range(1, max_loops + 1):
-        x = {t: s[t] + e[t] if model.adapter is None else model.adapter.weight @ torch.cat((s[t], e[t])) for t in active}
-        s.update(run(model.core_blocks, core, x, active))
-        before = dict(logits)
-        if rule == "kl":
-            logits.update(read(coda, s, active))
-        for t in list(active):
-            history[t].append(s[t])
-            depth[t] = i
+    depth, logits, history, hits = {}, {}, {t: [s[t]] for t in range(T)}, dict.fromkeys(range(T), 0)
+    for wave in [range(T)] if prompt is None else [range(prompt), *([t] for t in range(prompt, T))]:
+        active = list(wave)
+        for i in range(1, max_loops + 1):
+            x = {t: s[t] + e[t] if model.adapter is None else model.adapter.weight @ torch.cat((s[t], e[t])) for t in active}
+            s.update(run(model.core_blocks, core, x, active))
+            before = dict(logits)
             if rule == "kl":
-                signal = kl_signal(logits[t], before[t]) if i > 1 else math.inf
-            elif rule == "state":
-                signal = (s[t] - history[t][-2]).norm() / s[t].norm()
-            else:
-                signal = (s[t] - 2 * history[t][-2] + history[t][-3]).norm() / s[t].norm() if i > 1 else math.inf
-            hits[t] = hits[t] + 1 if signal < eps else 0
-            if hits[t] == (2 if rule == "accel" else 1):
-                active.remove(t)
-    if rule != "kl":
-        logits = read(coda, s, range(T))
+                logits.update(read(coda, s, active))
+            for t in list(active):
+                history[t].append(s[t])
+                depth[t] = i
+                if rule == "kl":
+                    signal = kl_signal(logits[t], before[t]) if i > 1 else math.inf
+                elif rule == "state":
+                    signal = (s[t] - history[t][-2]).norm() / s[t].norm()
+                else:
+                    signal = (s[t] - 2 * history[t][-2] + history[t][-3]).norm() / s[t].norm() if i > 1 else math.inf
+                hits[t] = hits[t] + 1 if signal < eps else 0
+                if hits[t] == (2 if rule == "accel" else 1):
+                    active.remove(t)
+        if rule != "kl":
+            logits.update(read(coda, s, wave))
     return torch.stack([logits[t] for t in range(T)]), torch.tensor([depth[t] for t in range(T)])
 
 
