@@ -392,12 +392,13 @@ def kl_signal(logits, previous):
 
 def state_signal(s, previous):
     """||s_i - s_{i-1}|| / ||s_i|| of two states (..., d) -> (...), float32."""
-    return (s.float() - previous.float()).norm(dim=-1) / s.float().norm(dim=-1)
+    return torch.linalg.vector_norm(s.float() - previous.float(), dim=-1) / torch.linalg.vector_norm(s.float(), dim=-1)
 
 
 def accel_signal(s, previous, before):
     """||(s_i - s_{i-1}) - (s_{i-1} - s_{i-2})|| / ||s_i|| of three states (..., d) -> (...), float32."""
-    return (s.float() - 2 * previous.float() + before.float()).norm(dim=-1) / s.float().norm(dim=-1)
+    change = s.float() - 2 * previous.float() + before.float()
+    return torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(s.float(), dim=-1)
 
 
 class Halting:
@@ -418,19 +419,18 @@ class Halting:
     def __call__(self, s, previous, logits=None):
         """s_i, s_{i-1} (..., d), for `kl` also logits_i (..., V) -> (...) bool."""
         self.loop += 1
-        halts = torch.zeros(s.shape[:-1], dtype=torch.bool, device=s.device)
         if self.rule == "state":
             halts = state_signal(s, previous) < self.eps
+        elif not self.memory:
+            halts = torch.zeros(s.shape[:-1], dtype=torch.bool, device=s.device)
+            self.memory = (logits,) if self.reads else (previous, halts)
         elif self.reads:
-            if self.memory:
-                halts = kl_signal(logits, *self.memory) < self.eps
+            halts = kl_signal(logits, *self.memory) < self.eps
             self.memory = (logits,)
         else:
-            hit = halts
-            if self.memory:
-                before, hit_before = self.memory
-                hit = accel_signal(s, previous, before) < self.eps
-                halts = hit & hit_before
+            before, hit_before = self.memory
+            hit = accel_signal(s, previous, before) < self.eps
+            halts = hit & hit_before
             self.memory = previous, hit
         return halts if self.schedule is None else self.schedule.reshape(halts.shape) == self.loop
 

@@ -72,7 +72,7 @@ class Places:
 
     def place(self, slots, positions, loops, device):
         """Three lists of n ints."""
-        self.list = list(zip(slots, positions, loops))
+        self.list = list(zip(slots, positions, loops))     # for Python, so that it need not ask the device
         self.slots, self.positions, self.loops = torch.tensor((slots, positions, loops), device=device)              # (n,)
 
 
@@ -84,24 +84,25 @@ class Cached:
     """
 
     def __init__(self, places, slots, config, like, copies=1):
-        c, self.places = config, places
-        self.k, self.v = like.new_zeros(2, slots, copies, c.n_kv_head, c.block_size, c.n_embd // c.n_head)
-        self.views = [[(k[None], v[None]) for k, v in zip(*slot)] for slot in zip(self.k, self.v)]       # by slot and copy
+        c, self.places, self.copies = config, places, copies
+        self.k, self.v = like.new_zeros(2, slots * copies, c.n_kv_head, c.block_size, c.n_embd // c.n_head)
+        self.rows = list(zip(self.k.split(1), self.v.split(1)))
 
     def fill(self, slot, k, v):
         """k and v (1, n, H_kv, h), of positions 0 .. n - 1."""
-        self.k[slot, 0, :, :k.shape[1]], self.v[slot, 0, :, :v.shape[1]] = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        self.k[slot, :, :k.shape[1]], self.v[slot, :, :v.shape[1]] = k[0].transpose(0, 1), v[0].transpose(0, 1)
 
     def __call__(self, q, k, v):                                               # (n, H, h), (n, H_kv, h) twice
-        at, last = self.places, self.k.shape[1] - 1
-        copy = at.loops.clamp(max=last)
-        self.k[at.slots, copy, :, at.positions], self.v[at.slots, copy, :, at.positions] = k, v
-        # Token by token, each over its own past: nothing is copied or padded, and nobody's result depends on the company.
+        at, copies = self.places, self.copies
+        rows = at.slots if copies == 1 else at.slots * copies + at.loops.clamp(max=copies - 1)
+        self.k[rows, :, at.positions], self.v[rows, :, at.positions] = k, v
+        # Token by token, each over its own past: nothing is copied or padded, and nobody's attention depends on the company.
         y, grouped = [], q.shape[1] > k.shape[1]
         for one, (slot, position, loop) in zip(q[:, None, :, None].unbind(), at.list):           # (1, H, 1, h) each
-            k, v = (x.narrow(2, 0, position + 1) for x in self.views[slot][min(loop, last)])      # (1, H_kv, position + 1, h)
+            k, v = self.rows[slot * copies + min(loop, copies - 1)]
+            k, v = k.narrow(2, 0, position + 1), v.narrow(2, 0, position + 1)                     # (1, H_kv, position + 1, h)
             y.append(F.scaled_dot_product_attention(one, k, v, enable_gqa=grouped))
-        return torch.cat(y)[:, :, 0]
+        return torch.cat(y)[:, :, 0] if len(y) > 1 else y[0][:, :, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -284,9 +285,11 @@ def score(model, x, y, rule, eps, max_loops, slots=64, copies=1):
 def sampler(temperature, top_k):
     """-> choose, for `decode`: each text draws with its own random numbers, so its company does not matter."""
     def choose(logits, texts):
+        if not logits.amax(-1).isfinite().all():
+            raise FloatingPointError("the logits are not finite: this checkpoint cannot write text")
         if temperature == 0:
             return logits.argmax(-1).tolist()
-        logits = logits.double() / temperature                                 # (n, V)
+        logits = (logits.cpu() if logits.device.type == "mps" else logits).double() / temperature           # (n, V)
         if 0 < top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
         cumulative = logits.softmax(-1).cumsum(-1)
@@ -452,7 +455,10 @@ def main():
                 piece, at, shown = Pieces(pieces), 1, shown + 1
     except torch.OutOfMemoryError:
         config.fail(f"{device} has too little memory: try fewer --slots than {s.slots}")
+    except FloatingPointError as error:
+        config.fail(str(error))
     except KeyboardInterrupt:
+        print()
         config.fail("interrupted")
     seconds = time.perf_counter() - started
 
