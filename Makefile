@@ -11,6 +11,7 @@ demo: .venv/installed
 	$(BIN)/python train.py config/tiny.py --init_from=$(if $(wildcard out/tiny/ckpt.pt),resume,scratch)
 	$(BIN)/python measure.py --ckpt out/tiny/ckpt.pt
 	$(BIN)/python allocate.py --ckpt out/tiny/ckpt.pt
+	$(BIN)/python sample.py --ckpt out/tiny/ckpt.pt --prompt "import os" --html out/tiny/depth.html
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q tests

@@ -18,6 +18,7 @@ Thresholds and routers are chosen on sequences 0, 2, 4, ...; all figures are of 
 
 import copy
 import json
+import statistics
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -312,10 +313,10 @@ def wall_clock(batches, runs, baselines, repeats, flops_of):
     depth = {name: torch.stack([torch.as_tensor(d) for d in of_batches]).cpu().numpy() for name, of_batches in depth.items()}
     cost = {name: flops_of(policy, depth[name]) for name, (policy, _) in runs.items()}
     for name in runs:
-        rows[name] = {"ms_per_1000_tokens": 1e6 * seconds[name] / sum(idx.numel() for idx in batches),
+        rows[name] = {"ms_per_1000_tokens": 1e6 * statistics.median(seconds[name]) / sum(idx.numel() for idx in batches),
                       "mean_depth": float(depth[name].mean()), "flops_per_token": cost[name]}
         for over, baseline in zip(("mean", "a0_min"), baselines):
-            speedup, bound = seconds[baseline] / seconds[name], cost[baseline] / cost[name]
+            speedup, bound = config.speedup(seconds[baseline], seconds[name]), cost[baseline] / cost[name]
             rows[name][f"over_{over}"] = {"speedup": speedup, "bound": bound, "share_of_bound": speedup / bound}
     return rows
 

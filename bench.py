@@ -1,11 +1,12 @@
 """
-How fast is it? Ratios of medians, measured A B A B in one run; run nothing else meanwhile.
+How fast is it? Ratios within a round of A B A B, medians over the rounds; run nothing else meanwhile.
 
     python bench.py decode --ckpt=out/ckpt.pt                                      # generation, lockstep and continuous
     python bench.py decode --config=config/loop135m.py --schedule=4.94             # random weights, drawn depths of this mean
 """
 
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ class Settings:
     data: str = ""               # folder of shards; empty: the one that the checkpoint was trained on
     device: str = ""             # "cuda", "cuda:1", "mps" or "cpu"; empty: the best that is there
     dtype: str = "float32"       # or "bfloat16"
-    repeats: int = 3             # rounds of A B A B ...; the median counts
+    repeats: int = 9             # rounds of A B A B ...; the median counts
     seed: int = 0                # of random weights, their text and the schedule
     # decode
     batch: str = "1,8,32"        # slots
@@ -137,11 +138,12 @@ def decode(s):
         seconds = config.interleaved(runs, s.repeats)
         cost = {name: flops(f"A1_{ways[name][0]}" if ways[name][0] else "A0", depths[name], c, parts) for name in runs}
         first = next(iter(runs))
-        rate = {name: len(depths[name]) / seconds[name] for name in runs}
+        per_token = {name: [t / len(depths[name]) for t in seconds[name]] for name in runs}
         for name in runs:
-            speedup, bound, mean = rate[name] / rate[first], cost[first] / cost[name], np.mean(depths[name])
-            print(f"{size:>6}{name:>30}{mean:>12.2f}{rate[name]:>12.1f}{speedup:>11.2f}x{bound:>11.2f}x{speedup / bound:>12.2f}", flush=True)
-            lines.append(f"decode_{size}_{name.replace(', ', '_').replace(' ', '_')}: mean_depth {mean:.3f} tokens_per_second {rate[name]:.2f} "
+            speedup, bound = config.speedup(per_token[first], per_token[name]), cost[first] / cost[name]
+            rate, mean = 1 / statistics.median(per_token[name]), np.mean(depths[name])
+            print(f"{size:>6}{name:>30}{mean:>12.2f}{rate:>12.1f}{speedup:>11.2f}x{bound:>11.2f}x{speedup / bound:>12.2f}", flush=True)
+            lines.append(f"decode_{size}_{name.replace(', ', '_').replace(' ', '_')}: mean_depth {mean:.3f} tokens_per_second {rate:.2f} "
                          f"speedup {speedup:.3f} bound {bound:.3f}")
     print("\n" + "\n".join(lines))
 

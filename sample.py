@@ -16,6 +16,7 @@ import codecs
 import html
 import json
 import random
+import statistics
 import sys
 import time
 from collections import Counter, deque
@@ -28,7 +29,7 @@ from torch.nn import functional as F
 
 import config
 from model import Halting
-from prepare_data import encode, token_bytes
+from prepare_data import TOKENIZERS, encode, token_bytes
 
 
 @dataclass
@@ -62,6 +63,9 @@ class Settings:
                 raise ValueError(f"{name} must lie between {least} and {most:g}, not {getattr(self, name)}")
         if self.rule not in ("kl", "state", "accel"):
             raise ValueError(f"rule must be 'state', 'accel' or 'kl', not {self.rule!r}")
+
+
+DEFAULT_EPS = {"state": 0.1, "accel": 0.1, "kl": 0.01}      # where allocate.py has found none
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -339,17 +343,17 @@ def in_color(text, depth, max_loops):
     return "\n".join(f"\033[38;2;0;0;0;48;2;{r};{g};{b}m{line}\033[0m" if line else "" for line in text.split("\n"))
 
 
-def page(texts, pieces, eot, max_loops, about):
+def page(texts, pieces, eot, about):
     """-> one self-contained HTML page: the texts, each token on the colour of its depth; prompts are underlined."""
-    blocks = []
+    blocks, deepest = [], max([1, *(depth for text in texts for depth in text.depths)])
     for text in texts:
         piece, new, spans = Pieces(pieces), len(text.ids) - text.added, []
         for i, (id, depth) in enumerate(zip(text.ids[1:], text.depths), 1):
             shown = "⏹" if id == eot else html.escape(piece(id))
-            style = f"background:{color(depth, max_loops)}" if depth else ""
+            style = f"background:{color(depth, deepest)}" if depth else ""
             spans.append(f'<span{"" if i >= new else " class=prompt"} style="{style}" title="{depth or "?"} loops">{shown}</span>')
         blocks.append(f"<pre>{''.join(spans)}</pre>")
-    legend = " ".join(f'<span style="background:{color(d, max_loops)}">&nbsp;{d}&nbsp;</span>' for d in range(1, max_loops + 1))
+    legend = " ".join(f'<span style="background:{color(d, deepest)}">&nbsp;{d}&nbsp;</span>' for d in range(1, deepest + 1))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>nanoloop: depth per token</title>
 <style>
@@ -396,9 +400,6 @@ def threshold(s, step):
     return DEFAULT_EPS[s.rule], f"a guess: python allocate.py --ckpt={s.ckpt} would choose one"
 
 
-DEFAULT_EPS = {"state": 0.1, "accel": 0.1, "kl": 0.01}
-
-
 def main():
     argv = config.join_values(Settings, sys.argv[1:])
     prompts = [arg.removeprefix("--prompt=") for arg in argv if arg.startswith("--prompt=")] or [""]
@@ -408,6 +409,8 @@ def main():
     torch.set_float32_matmul_precision("highest")                              # no TF32
     model, ckpt = config.load_model(s.ckpt, device)
     model, c, tokenizer = model.to(dtype), model.config, ckpt["data"]["tokenizer"]
+    if TOKENIZERS.get(tokenizer, (0,))[0] != c.vocab_size:
+        config.fail(f"{s.ckpt} has {c.vocab_size} ids of the tokenizer {tokenizer!r}: no such one is known here ({', '.join(TOKENIZERS)})")
     try:
         pieces = token_bytes(tokenizer)
         prompts = read_prompts(prompts, tokenizer)
@@ -468,7 +471,7 @@ def main():
     if s.html:
         about = f"{s.ckpt}, step {ckpt['step']}: {about}. {len(depths):,} tokens were added, with {mean:.2f} loops on average."
         try:
-            config.write_whole(s.html, lambda path: Path(path).write_text(page(written, pieces, eot, max_loops, about), encoding="utf-8"))
+            config.write_whole(s.html, lambda path: Path(path).write_text(page(written, pieces, eot, about), encoding="utf-8"))
         except OSError as error:
             config.fail(f"cannot write {s.html}: {error.strerror}")
         print(f"html: {s.html}")
@@ -481,9 +484,10 @@ def main():
 
         seconds = config.interleaved({"halting": partial(timed, "halting", rule, max_loops),
                                       "uniform": partial(timed, "uniform", None, c.mean_loops)}, 3)
-        rate = {name: tokens[name] / seconds[name] for name in seconds}
-        print(f"compared_tokens_per_second: {rate['halting']:.1f}\nuniform_{c.mean_loops}_tokens_per_second: {rate['uniform']:.1f}\n"
-              f"speedup_over_uniform_{c.mean_loops}: {rate['halting'] / rate['uniform']:.3f}")
+        per_token = {name: [t / tokens[name] for t in seconds[name]] for name in seconds}
+        print(f"compared_tokens_per_second: {1 / statistics.median(per_token['halting']):.1f}\n"
+              f"uniform_{c.mean_loops}_tokens_per_second: {1 / statistics.median(per_token['uniform']):.1f}\n"
+              f"speedup_over_uniform_{c.mean_loops}: {config.speedup(per_token['uniform'], per_token['halting']):.3f}")
 
 
 if __name__ == "__main__":

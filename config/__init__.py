@@ -210,7 +210,7 @@ def load_model(path, device="cpu"):
 
 
 def interleaved(functions, repeats, clock=time.perf_counter):
-    """{name: function} -> {name: median seconds}, measured A B A B ... after one round that warms up."""
+    """{name: function} -> {name: [seconds, one for each round]}, measured A B A B ... after one round that warms up."""
     seconds = {name: [] for name in functions}
     for round in tqdm(range(repeats + 1), desc="time", disable=None):
         for name, function in functions.items():
@@ -218,7 +218,12 @@ def interleaved(functions, repeats, clock=time.perf_counter):
             function()
             if round:
                 seconds[name].append(clock() - start)
-    return {name: statistics.median(all) for name, all in seconds.items()}
+    return seconds
+
+
+def speedup(slow, fast):
+    """The median, over the rounds of `interleaved`, of seconds over seconds in the same round: the machine's drift cancels."""
+    return statistics.median(a / b for a, b in zip(slow, fast))
 
 
 def write_whole(path, write):

@@ -187,8 +187,8 @@ def test_the_interval_is_paired_and_covers_a_known_difference():
     assert A.interval(a - b, 3) == A.interval(a - b, 3)
 
 
-def test_the_timer_reports_medians_of_interleaved_rounds_and_never_the_minimum():
-    """Oracle: a clock that is told how long each call takes; the order of the calls."""
+def test_the_timer_interleaves_and_speed_ups_are_of_the_same_round():
+    """Oracle: a clock that is told how long each call takes; the order of the calls; a ratio that a drift of 100x leaves alone."""
     now, calls = [0.0], []
     lasts = {"a": iter([50, 1, 9, 4, 100, 5]), "b": iter([70, 3, 2, 8, 30, 2.5])}
 
@@ -198,7 +198,9 @@ def test_the_timer_reports_medians_of_interleaved_rounds_and_never_the_minimum()
 
     seconds = config.interleaved({name: lambda name=name: work(name) for name in lasts}, 5, clock=lambda: now[0])
     assert "".join(calls) == "ab" * 6                      # one round to warm up
-    assert seconds == {"a": 5, "b": 3} == {"a": statistics.median([1, 9, 4, 100, 5]), "b": statistics.median([3, 2, 8, 30, 2.5])}
+    assert seconds == {"a": [1, 9, 4, 100, 5], "b": [3, 2, 8, 30, 2.5]}
+    assert config.speedup(seconds["a"], seconds["b"]) == 2 == statistics.median([1 / 3, 9 / 2, 4 / 8, 100 / 30, 5 / 2.5])
+    assert config.speedup([2, 200, 4], [1, 100, 2]) == 2
 
 
 def test_scheduled_depths_have_the_mean_asked_for():
@@ -261,7 +263,7 @@ def test_the_command_reports_every_policy_and_the_same_twice(folder, results):
     base = r["wall_clock"][f"uniform_{MEAN_LOOPS}"]
     assert set(r["wall_clock"]) >= {"freeze_state", "skip_kl", "skip_state", "skip_accel"} and base["over_mean"]["speedup"] == 1
     for row in r["wall_clock"].values():
-        assert row["over_mean"]["speedup"] == pytest.approx(base["ms_per_1000_tokens"] / row["ms_per_1000_tokens"])
+        assert row["over_mean"]["speedup"] > 0 and row["ms_per_1000_tokens"] > 0
         assert row["over_mean"]["share_of_bound"] == pytest.approx(row["over_mean"]["speedup"] / row["over_mean"]["bound"])
     assert "A0_min: threshold" in out and "time_skip_state: mean_depth" in out
     r.pop("wall_clock"), again.pop("wall_clock")

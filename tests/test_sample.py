@@ -240,7 +240,7 @@ def test_the_page_escapes_what_the_model_says():
     """Oracle: the page without its tags, unescaped, is the text; nothing but our own tags is left in it."""
     said = '<script>alert("x")</script> & <b>'
     text = S.Text([256, *said.encode(), 256], 0, depths=[1 + i % 4 for i in range(len(said) + 1)], added=9)
-    page = S.page([text], [bytes([i]) for i in range(256)] + [b""], 256, 4, "<i>about</i>")
+    page = S.page([text], [bytes([i]) for i in range(256)] + [b""], 256, "<i>about</i>")
     body = re.search("<pre>(.*)</pre>", page, re.DOTALL)[1]
     assert html.unescape(re.sub("<.*?>", "", body)) == said + "⏹"
     assert set(re.findall("<(/?[a-z0-9!]+)", page, re.IGNORECASE)) == {
