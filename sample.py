@@ -72,12 +72,12 @@ DEFAULT_EPS = {"state": 0.1, "accel": 0.1, "kl": 0.01}      # where allocate.py 
 # the cache
 
 class Places:
-    """Where the tokens of a call stand: token j in slot slots[j], at position positions[j], before it loops[j] loops."""
+    """Where the tokens of a call stand: token j in slot slots[j], at position positions[j], with loops[j] loops behind it."""
 
     def place(self, slots, positions, loops, device):
         """Three lists of n ints."""
         self.list = list(zip(slots, positions, loops))     # for Python, so that it need not ask the device
-        self.slots, self.positions, self.loops = torch.tensor((slots, positions, loops), device=device)              # (n,)
+        self.slots, self.positions = torch.tensor((slots, positions), device=device).unbind()    # (n,)
 
 
 class Cached:
@@ -98,7 +98,9 @@ class Cached:
 
     def __call__(self, q, k, v):                                               # (n, H, h), (n, H_kv, h) twice
         at, copies = self.places, self.copies
-        rows = at.slots if copies == 1 else at.slots * copies + at.loops.clamp(max=copies - 1)
+        rows = at.slots
+        if copies > 1:
+            rows = torch.tensor([slot * copies + min(loop, copies - 1) for slot, _, loop in at.list], device=q.device)
         self.k[rows, :, at.positions], self.v[rows, :, at.positions] = k, v
         # Token by token, each over its own past: nothing is copied or padded, and nobody's attention depends on the company.
         y, grouped = [], q.shape[1] > k.shape[1]
@@ -134,13 +136,14 @@ class Decoder:
         self.prelude, self.core, self.coda = ([Cached(self.places, slots, c, like, n) for _ in blocks] for blocks, n in (
             (model.prelude_blocks, 1), (model.core_blocks, copies), (model.coda_blocks, 1)))
         self.e, self.s = like.new_zeros(2, slots, c.n_embd)
+        self.rope = torch.stack((model.cos, model.sin))    # (2, block_size, 1, h / 2)
         self.position, self.loops = [0] * slots, [0] * slots
         self.running, self.halted = [], []                 # slots
 
     def place(self, slots):
         """-> the slots as a tensor, and the tokens' rows of the rope table."""
         self.places.place(slots, [self.position[slot] for slot in slots], [self.loops[slot] for slot in slots], self.s.device)
-        return self.places.slots, (self.model.cos[self.places.positions], self.model.sin[self.places.positions])
+        return self.places.slots, self.rope[:, self.places.positions].unbind()
 
     def prefill(self, slot, ids):
         """Bring a prompt's keys and values to positions 0, 1, ... of a slot -> the tokens' depths."""
