@@ -18,7 +18,7 @@ import torch
 import config
 from allocate import flops, random_model, scheduled_depths
 from measure import load
-from sample import Decoder, threshold
+from sample import Decoder, score, threshold
 
 
 @dataclass
@@ -114,8 +114,11 @@ def decode(s):
 
     depth_of = None
     if s.schedule:
-        drawn = scheduled_depths(s.schedule, max_loops, text.shape, s.seed).tolist()
+        found = scheduled_depths(s.schedule, max_loops, text.shape, s.seed)    # (slots, T)
+        drawn = found.tolist()
         depth_of = lambda slot, position: drawn[slot][position]                # noqa: E731
+    else:
+        _, found = score(model, text, text, s.rule, eps, max_loops)
     parts, uniforms = model.flops_per_token(s.prompt_tokens + s.tokens // 2), [c.mean_loops]
     if other := s.uniform or not s.config and a0_min(s.ckpt, ckpt["step"]):
         uniforms.append(other)
@@ -123,6 +126,9 @@ def decode(s):
     lines = []
     for size in sizes:
         ways = {f"uniform {depth}": (None, eps, depth, 1.0, 1, None) for depth in uniforms}
+        if size > 1:                                       # as with a mask: all slots loop until the slowest has halted
+            slowest = found[:size].max(0).tolist()
+            ways[f"{s.rule} lockstep, masked"] = s.rule, eps, max_loops, 1.0, 1, lambda slot, position, slowest=slowest: slowest[position]
         for name, wait in (("lockstep", 1.0), ("continuous, wait 0", 0.0), (f"continuous, wait {s.wait:g}", s.wait)):
             ways[f"{s.rule} {name}" if size > 1 else s.rule] = s.rule, eps, max_loops, wait, 1, depth_of
         rows, runs, depths = text[:size].tolist(), {}, {}

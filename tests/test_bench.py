@@ -45,12 +45,13 @@ def test_the_command_compares_lockstep_and_continuous_decoding(tmp_path):
     done = run("decode", f"--ckpt={tmp_path}/ckpt.pt", "--uniform=2", "--eps=0.2", *shape)
     assert done.returncode == 0, done.stderr
     rows = {name: dict(re.findall(r"(\w+) ([\d.]+)", rest)) for name, rest in re.findall(r"^(decode_\S+): (.*)$", done.stdout, re.MULTILINE)}
-    assert {"decode_1_uniform_3", "decode_1_uniform_2", "decode_1_state", "decode_3_uniform_3", "decode_3_state_lockstep",
+    assert {"decode_1_uniform_3", "decode_1_uniform_2", "decode_1_state", "decode_3_uniform_3", "decode_3_state_lockstep", "decode_3_state_lockstep_masked",
             "decode_3_state_continuous_wait_0", "decode_3_state_continuous_wait_0.75"} <= set(rows)
     for name, row in rows.items():
         base = rows[name[:9] + "uniform_3"]
         assert float(row["speedup"]) == pytest.approx(float(row["tokens_per_second"]) / float(base["tokens_per_second"]), rel=0.5)
     assert rows["decode_3_uniform_3"]["speedup"] == rows["decode_3_uniform_3"]["bound"] == "1.000"
+    assert float(rows["decode_3_state_lockstep_masked"]["mean_depth"]) >= float(rows["decode_3_state_lockstep"]["mean_depth"])
     assert rows["decode_1_uniform_2"]["mean_depth"] == "2.000" and float(rows["decode_1_uniform_2"]["bound"]) > 1
     (tmp_path / "shape.py").write_text("block_size = 32\nn_embd = 32\nn_head = 2\nn_kv_head = 1\nn_hidden = 64\nvocab_size = 300\nmean_loops = 4\n")
     done = run("decode", f"--config={tmp_path}/shape.py", "--schedule=2.5", *shape)
