@@ -235,7 +235,7 @@ def choose(points, reference):
 def loosest(grid, matches, parts):
     """
     Bisection over ascending thresholds, the last first -> the index of the largest that `matches`, within so many parts of
-    the grid. grid[0] is 0, where nobody exits: that is A0 itself.
+    the grid; 0 if only grid[0] is left. That is 0, where nobody exits, and is not asked about.
     """
     low, high, at = 0, len(grid), len(grid) - 1
     while True:
@@ -627,6 +627,8 @@ def main():
 
         # the same for sample.py, tokens one after the other, each over the last loops of those before: slower, so on fewer
         eps = grid[loosest(grid[:at + 1], lambda eps: matches(eps, 4, score), 16)]
+        if not eps:
+            continue                                       # none matches: nothing is recommended
         loss, depth = score(model, held_out, y[1::2], rule, eps, max_loops)
         decoded[rule] = {"threshold": eps, **report.against_reference(loss, depth, s.seed), "flops_per_token": flops_of(f"A1_{rule}", depth)}
 
@@ -668,4 +670,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

@@ -54,11 +54,12 @@ class Settings:
             raise ValueError(f"batch must be slots, such as 1,8,32, not {self.batch!r}")
 
 
-def a0_min(ckpt, step):
-    """The cheapest uniform depth that matches, from allocate.json; 0 where it is not known."""
+def a0_min(path, ckpt):
+    """The cheapest uniform depth that matches, from the checkpoint's allocate.json; 0 where it is not known."""
     try:
-        found = json.loads(Path(ckpt).with_name("allocate.json").read_text())
-        return int(found["policies"]["A0"]["match"]["threshold"]) if found["meta"]["step"] == step else 0
+        found = json.loads(Path(path).with_name("allocate.json").read_text())
+        same = all(found["meta"][key] == ckpt[of] for key, of in (("step", "step"), ("config", "config"), ("trained_on", "data")))
+        return int(found["policies"]["A0"]["match"]["threshold"]) if same else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
@@ -66,7 +67,7 @@ def a0_min(ckpt, step):
 def decode_run(decoder, text, prompt_tokens, tokens):
     """
     Decode text (slots, T), a slot's next token whenever it is its turn, until `tokens` are done in all -> their depths.
-    The prompts' keys and values are in the cache already.
+    The prompts' keys and values are in the cache already; a slot that reaches the end of its text starts again behind its prompt.
     """
     slots, depths = list(range(len(text))), []
     decoder.running, decoder.halted = [], []
@@ -78,6 +79,7 @@ def decode_run(decoder, text, prompt_tokens, tokens):
             logits.argmax(-1).tolist()                     # what greedy decoding would go on with, and what it costs
             depths += [decoder.loops[slot] for slot in slots]
             positions = [decoder.position[slot] + 1 for slot in slots]
+            positions = [position if position < len(text[0]) else prompt_tokens for position in positions]
             decoder.feed(slots, [text[slot][position] for slot, position in zip(slots, positions)], positions)
     return depths
 
@@ -96,7 +98,8 @@ def decode(s):
         text = rng.integers(model.config.vocab_size, size=(max(sizes), model.config.block_size))
     else:
         model, ckpt, corpus = load(s.ckpt, s.data, device)
-        eps, about = threshold(s, ckpt["step"])[0], f"{s.ckpt}, step {ckpt['step']}, text of {corpus.name}"
+        eps = threshold(s, ckpt, s.max_loops or model.config.mean_loops)[0]
+        about = f"{s.ckpt}, step {ckpt['step']}, text of {corpus.name}"
         try:
             text, _ = corpus.windows("val", max(sizes) * model.config.block_size, model.config.block_size)
         except (ValueError, OSError) as error:
@@ -104,8 +107,8 @@ def decode(s):
         text = text[np.arange(max(sizes)) % len(text)]
     c = model.config
     model, max_loops = model.to(dtype), s.max_loops or c.mean_loops
-    if s.prompt_tokens + 2 * s.tokens > c.block_size:
-        config.fail(f"--prompt_tokens={s.prompt_tokens} and twice --tokens={s.tokens} exceed the context of {c.block_size}: some slots run ahead")
+    if s.prompt_tokens + s.tokens > c.block_size:
+        config.fail(f"--prompt_tokens={s.prompt_tokens} and --tokens={s.tokens} exceed the context of {c.block_size}")
     if s.schedule and not 1 <= s.schedule <= max_loops:
         config.fail(f"--schedule={s.schedule:g} must lie between 1 and {max_loops}, the most loops that a token may take")
     rule_text = f"drawn depths of mean {s.schedule:g}, at the cost of" if s.schedule else f"below {eps:.3g}:"
@@ -117,10 +120,10 @@ def decode(s):
         found = scheduled_depths(s.schedule, max_loops, text.shape, s.seed)    # (slots, T)
         drawn = found.tolist()
         depth_of = lambda slot, position: drawn[slot][position]                # noqa: E731
-    else:
-        _, found = score(model, text, text, s.rule, eps, max_loops)
+    elif max(sizes) > 1:
+        found = score(model, *2 * [text[:, :s.prompt_tokens + s.tokens]], s.rule, eps, max_loops)[1]
     parts, uniforms = model.flops_per_token(s.prompt_tokens + s.tokens // 2), [c.mean_loops]
-    if other := s.uniform or not s.config and a0_min(s.ckpt, ckpt["step"]):
+    if other := s.uniform or not s.config and a0_min(s.ckpt, ckpt):
         uniforms.append(other)
     print(f"\n{'slots':>6}{'':>30}{'mean depth':>12}{'tokens/s':>12}{'speed-up':>12}{'bound':>12}{'share':>12}")
     lines = []
@@ -128,7 +131,7 @@ def decode(s):
         ways = {f"uniform {depth}": (None, eps, depth, 1.0, 1, None) for depth in uniforms}
         if size > 1:                                       # as with a mask: all slots loop until the slowest has halted
             slowest = found[:size].max(0).tolist()
-            ways[f"{s.rule} lockstep, masked"] = s.rule, eps, max_loops, 1.0, 1, lambda slot, position, slowest=slowest: slowest[position]
+            ways[f"{s.rule} lockstep, masked"] = s.rule, eps, max_loops, 1.0, 1, lambda slot, position, slowest=slowest: slowest[position % len(slowest)]
         for name, wait in (("lockstep", 1.0), ("continuous, wait 0", 0.0), (f"continuous, wait {s.wait:g}", s.wait)):
             ways[f"{s.rule} {name}" if size > 1 else s.rule] = s.rule, eps, max_loops, wait, 1, depth_of
         rows, runs, depths = text[:size].tolist(), {}, {}
@@ -159,12 +162,12 @@ WHAT = {"decode": decode}
 
 def main():
     argv = config.join_values(Settings, sys.argv[1:])
-    what = [arg for arg in argv if not arg.startswith("-")]
-    settings = config.parse(Settings, __doc__, [arg for arg in argv if arg.startswith("-")])
+    what = [arg for arg in argv if not arg.startswith("-") and not arg.endswith(".py")]
+    settings = config.parse(Settings, __doc__, [arg for arg in argv if arg not in what])
     if what not in [[name] for name in WHAT]:
         config.fail(f"say what to time, one of: {', '.join(WHAT)} (--help shows how)")
     WHAT[what[0]](settings)
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

@@ -421,18 +421,19 @@ def main():
 
     try:
         raw = measure(model, x, y, types, s.max_depth, s.batch_size)
+        some = slice(max(1, s.cache_tokens // block_size) if s.cache_tokens else 0)
+        cache = cache_gap(model, x[some], y[some], s.max_depth, s.batch_size) if s.cache_tokens else None
     except FloatingPointError as error:
         config.fail(str(error))
     except torch.OutOfMemoryError:
         config.fail(f"{device} has too little memory: try a smaller --batch_size than {s.batch_size}")
     result = report(raw, mean_loops, x.size, n_bytes)
-    if s.cache_tokens:
-        some = slice(max(1, s.cache_tokens // block_size))
-        result["cache"], result["cache_check"] = cache_gap(model, x[some], y[some], s.max_depth, s.batch_size)
+    if cache:
+        result["cache"], result["cache_check"] = cache
     result["meta"] = {**config.provenance(device), "dtype": "float32", "step": ckpt["step"], "config": ckpt["config"],
                       "data": corpus.identity, "trained_on": ckpt["data"], "seed": ckpt["settings"].get("seed"),
                       "tokens": x.size, "bytes": n_bytes, "block_size": block_size, "batch_size": s.batch_size,
-                      "max_depth": s.max_depth, "cache_tokens": s.cache_tokens // block_size * block_size, "eps": list(EPS), "saturation_tolerance": TOLERANCE}
+                      "max_depth": s.max_depth, "cache_tokens": x[some].size, "eps": list(EPS), "saturation_tolerance": TOLERANCE}
 
     print_tables(result, mean_loops)
     text = json.dumps(result, indent=1, sort_keys=True, allow_nan=False) + "\n"
@@ -459,4 +460,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

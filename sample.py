@@ -8,14 +8,16 @@ Write text, each token with as many loops as it needs.
     python sample.py --ckpt=out/ckpt.pt --prompt="import os" --compare               # is it faster than the training mean?
 
 Several tokens are at work at once, each of its own text, at its own position, in its own loop: continuous depth batching,
-see `Decoder`. Every text starts from the end-of-text token, as every training document does. What comes out for a prompt
-does not depend on the other prompts, nor on the number of slots.
+see `Decoder`. Every text starts from the end-of-text token, as every training document does. Neither the other prompts nor
+the number of slots change what comes out for a prompt, but for rounding: in float32 that takes two ids, or a signal and
+its threshold, which agree to the last bits.
 """
 
 import codecs
 import html
 import json
 import random
+import re
 import statistics
 import sys
 import time
@@ -93,7 +95,8 @@ class Cached:
         self.rows = list(zip(self.k.split(1), self.v.split(1)))
 
     def fill(self, slot, k, v):
-        """k and v (1, n, H_kv, h), of positions 0 .. n - 1."""
+        """k and v (1, n, H_kv, h), of positions 0 .. n - 1; for one copy."""
+        assert self.copies == 1
         self.k[slot, :, :k.shape[1]], self.v[slot, :, :v.shape[1]] = k[0].transpose(0, 1), v[0].transpose(0, 1)
 
     def __call__(self, q, k, v):                                               # (n, H, h), (n, H_kv, h) twice
@@ -102,7 +105,7 @@ class Cached:
         if copies > 1:
             rows = torch.tensor([slot * copies + min(loop, copies - 1) for slot, _, loop in at.list], device=q.device)
         self.k[rows, :, at.positions], self.v[rows, :, at.positions] = k, v
-        # Token by token, each over its own past: nothing is copied or padded, and nobody's attention depends on the company.
+        # Token by token, each over its own past: nothing is copied or padded for the sake of the company.
         y, grouped = [], q.shape[1] > k.shape[1]
         for one, (slot, position, loop) in zip(q[:, None, :, None].unbind(), at.list):           # (1, H, 1, h) each
             k, v = self.rows[slot * copies + min(loop, copies - 1)]
@@ -122,9 +125,9 @@ class Decoder:
         loop      one core step for all running tokens             those whose signal falls below eps have halted
         readout   coda, norm, head, for all halted tokens          its logits choose the token that is fed next
 
-    A token that halts leaves its slot to its successor while others go on looping: nobody waits for the slowest. Only a
-    readout that serves a lone token is dear, since it reads as many weights as two loops or more; so with wait > 0 halted
-    tokens rest until they are that share of the tokens at work. wait = 1 is lockstep.
+    A token that halts leaves its slot to its successor while others go on looping: nobody waits for the slowest. Only that
+    a readout and the feed after it cost much whoever is in them (all weights of coda, head and prelude are read), so that with
+    wait > 0 halted tokens rest until they are that share of the tokens at work. wait = 1 is lockstep.
 
     rule None loops everybody max_loops times. depth_of (slot, position) -> depth replaces the rule's word, not its cost.
     """
@@ -284,7 +287,7 @@ def score(model, x, y, rule, eps, max_loops, slots=64, copies=1):
             loss[i, t] = nats
         return [int(x[i, min(t + 1, len(x[i]) - 1)]) for i, t in at]
 
-    for _ in decode(Decoder(model, slots, rule, eps, max_loops, wait=0.75, copies=copies), texts, choose):
+    for _ in decode(Decoder(model, min(slots, len(texts)), rule, eps, max_loops, wait=0.75, copies=copies), texts, choose):
         pass
     return loss.numpy(), torch.tensor([text.depths for text in texts]).numpy()
 
@@ -320,6 +323,7 @@ def make_texts(prompts, num_samples, max_new_tokens, seed, eot):
 # ---------------------------------------------------------------------------------------------------------
 # showing
 
+STEERING = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"        # escape sequences and changes of direction
 PALETTE = ("#e8f1fa", "#cfe3f5", "#9ec5e8", "#fbe3a8", "#f9c46b", "#f29a4a", "#e0662f", "#b8321c")      # shallow to deep
 
 
@@ -335,7 +339,7 @@ class Pieces:
 
     def __call__(self, id, final=False):
         text = self.decoder.decode(self.pieces[id], final)
-        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)         # no escape sequences
+        return re.sub(STEERING, "\ufffd", text)
 
 
 def in_color(text, depth, max_loops):
@@ -381,7 +385,10 @@ def read_prompts(values, tokenizer):
                 content = Path(path).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 config.fail(f"cannot read the prompt file {path}: {config.reason(error)}")
-            texts += content.splitlines() if kind == "LINES" else [content]
+            if kind == "FILE":
+                texts.append(content)
+            elif content:
+                texts += content.removesuffix("\n").split("\n")
         else:
             texts.append(value)
     if not texts:
@@ -389,14 +396,15 @@ def read_prompts(values, tokenizer):
     return [encode(tokenizer, text).tolist() for text in texts]
 
 
-def threshold(s, step):
-    """-> eps, and where it comes from."""
+def threshold(s, ckpt, max_loops):
+    """-> eps, and where it comes from: the command line, allocate.json if it speaks of this checkpoint, or a guess."""
     if s.eps:
         return s.eps, "given"
     path = Path(s.ckpt).with_name("allocate.json")
     try:
         found = json.loads(path.read_text())
-        if found["meta"]["step"] == step:
+        about = {"step": ckpt["step"], "config": ckpt["config"], "trained_on": ckpt["data"], "max_loops": max_loops}
+        if all(found["meta"][key] == value for key, value in about.items()):
             return float(found["decode"][s.rule]["threshold"]), f"{path} chose it"
     except (OSError, ValueError, KeyError, TypeError):
         pass                                               # then it has no word on this checkpoint
@@ -405,7 +413,7 @@ def threshold(s, step):
 
 def main():
     argv = config.join_values(Settings, sys.argv[1:])
-    prompts = [arg.removeprefix("--prompt=") for arg in argv if arg.startswith("--prompt=")] or [""]
+    prompts = [arg.removeprefix("--prompt=") for arg in argv if arg.startswith("--prompt=")] 
     s = config.parse(Settings, __doc__, argv)
     device = config.pick_device(s.device)
     dtype = config.pick_dtype(s.dtype, device)
@@ -416,7 +424,7 @@ def main():
         config.fail(f"{s.ckpt} has {c.vocab_size} ids of the tokenizer {tokenizer!r}: no such one is known here ({', '.join(TOKENIZERS)})")
     try:
         pieces = token_bytes(tokenizer)
-        prompts = read_prompts(prompts, tokenizer)
+        prompts = read_prompts(prompts or [s.prompt], tokenizer)
     except ValueError as error:
         config.fail(str(error))
     eot = len(pieces) - 1
@@ -427,7 +435,8 @@ def main():
     if s.uniform:
         rule, eps, max_loops, about = None, 0.0, s.uniform, f"{s.uniform} loops for every token"
     else:
-        (eps, origin), rule, max_loops = threshold(s, ckpt["step"]), s.rule, s.max_loops or c.mean_loops
+        rule, max_loops = s.rule, s.max_loops or c.mean_loops
+        eps, origin = threshold(s, ckpt, max_loops)
         about = f"a token stops when its {rule} signal is below {eps:g} ({origin}), after {max_loops} loops at the latest"
     print(f"{s.ckpt}: step {ckpt['step']}; {about}; {device}, {str(dtype)[6:]}")
     longest = max(map(len, prompts)) + 1
@@ -457,6 +466,7 @@ def main():
                 sys.stdout.flush()
                 if text.left and text.ids[-1] != eot:
                     break
+                sys.stdout.write(piece(eot, final=True))   # a character that was not completed
                 print("\n" + 40 * "-")
                 piece, at, shown = Pieces(pieces), 1, shown + 1
     except torch.OutOfMemoryError:
@@ -470,7 +480,7 @@ def main():
 
     mean = sum(depths) / max(1, len(depths))
     if s.show_depth:
-        print("loops: " + " ".join(in_color(f" {d} ", d, max_loops) for d in range(1, max_loops + 1)))
+        print("loops: " + " ".join(in_color(f" {d} ", d, max_loops) for d in range(1, max(depths, default=1) + 1)))
     if s.html:
         about = f"{s.ckpt}, step {ckpt['step']}: {about}. {len(depths):,} tokens were added, with {mean:.2f} loops on average."
         try:
@@ -494,4 +504,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

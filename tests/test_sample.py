@@ -97,7 +97,7 @@ def test_texts_end_early_and_others_take_their_slots():
     assert begun == list(range(9))
     for text, whole in zip(texts, free):
         added = whole.ids[2:]
-        assert text.ids[2:] == added[:added.index(stop) + 1] if stop in added else added
+        assert text.ids[2:] == (added[:added.index(stop) + 1] if stop in added else added)
         assert text.added == len(text.ids) - 2 and len(text.depths) == len(text.ids) - 1
     assert any(len(text.ids) < 14 for text in texts)
 
@@ -229,11 +229,13 @@ def test_equal_prompts_draw_differently_and_reproducibly():
 def test_pieces_complete_characters_and_hide_escape_sequences():
     """Oracle: bytes.decode; what could steer a terminal is replaced."""
     pieces = [bytes([i]) for i in range(256)] + [b""]
-    for text in ("plain\tand\nlines", "ein Käse für 3 €, 漢字 🙂"):
+    for text in ("plain\tand\nlines", "ein Käse für 3\u00a0€, 漢字\u3000🙂👩\u200d🚀"):
         piece = S.Pieces(pieces)
         assert "".join(map(piece, text.encode())) == text
     piece = S.Pieces(pieces)
-    assert "".join(map(piece, b"\xe2\x82a\x1b[31m\x07\r")) == "�a�[31m��"
+    assert "".join(map(piece, b"\xe2\x82a\x1b[31m\x07\r" + "\u202e\x9b".encode())) == "�a�[31m����"
+    piece = S.Pieces(pieces)
+    assert piece(0xe2) == "" and piece(256, final=True) == "�"
 
 
 def test_the_page_escapes_what_the_model_says():
@@ -247,7 +249,9 @@ def test_the_page_escapes_what_the_model_says():
         "!DOCTYPE", "html", "head", "/head", "meta", "title", "/title", "style", "/style", "body", "/body", "/html", "p", "/p",
         "pre", "/pre", "span", "/span"}
     assert "src=" not in page and "href=" not in page and page.count("class=prompt") == len(text.ids) - 1 - 9
-    assert all(S.color(d, m) in S.PALETTE for m in (1, 2, 8, 32) for d in range(1, m + 1))
+    for most in (1, 2, 5, 8, 32):
+        places = [S.PALETTE.index(S.color(d, most)) for d in range(1, most + 1)]
+        assert places == sorted(places) and places[0] == 0 and len(set(places)) == min(most, len(S.PALETTE))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -284,15 +288,36 @@ def test_the_command_writes_text_depths_and_a_page(folder):
 
 
 def test_the_threshold_is_the_one_that_allocate_found_for_this_checkpoint(folder, tmp_path):
-    s = S.Settings(ckpt=str(tmp_path / "ckpt.pt"))
-    assert "a guess" in S.threshold(s, 7)[1]
-    found = {"decode": {"state": {"threshold": 0.25}}, "meta": {"step": 7}}
+    s, ckpt = S.Settings(ckpt=str(tmp_path / "ckpt.pt")), {"step": 7, "config": {"n_embd": 3}, "data": {"name": "x"}}
+    assert "a guess" in S.threshold(s, ckpt, 8)[1]
+    found = {"decode": {"state": {"threshold": 0.25}}, "meta": {"step": 7, "config": {"n_embd": 3}, "trained_on": {"name": "x"}, "max_loops": 8}}
     (tmp_path / "allocate.json").write_text(json.dumps(found))
-    assert S.threshold(s, 7) == (0.25, f"{tmp_path / 'allocate.json'} chose it")
-    assert "a guess" in S.threshold(s, 8)[1] and "a guess" in S.threshold(S.Settings(ckpt=s.ckpt, rule="kl"), 7)[1]
-    assert S.threshold(S.Settings(ckpt=s.ckpt, eps=0.5), 7)[0] == 0.5
+    assert S.threshold(s, ckpt, 8) == (0.25, f"{tmp_path / 'allocate.json'} chose it")
+    for other, max_loops in ((ckpt | {"step": 8}, 8), (ckpt | {"config": {"n_embd": 4}}, 8), (ckpt | {"data": {}}, 8), (ckpt, 9)):
+        assert "a guess" in S.threshold(s, other, max_loops)[1]
+    assert "a guess" in S.threshold(S.Settings(ckpt=s.ckpt, rule="kl"), ckpt, 8)[1]
+    assert S.threshold(S.Settings(ckpt=s.ckpt, eps=0.5), ckpt, 8)[0] == 0.5
     (tmp_path / "allocate.json").write_text("[1]")
-    assert "a guess" in S.threshold(s, 7)[1]
+    assert "a guess" in S.threshold(s, ckpt, 8)[1]
+
+
+def test_prompts_are_texts_whole_files_or_lines(tmp_path):
+    path = tmp_path / "some.txt"
+    path.write_text("one\x0cstill one\n\ntwo\u2028 still\n", encoding="utf-8")
+    read = lambda *values: [bytes(ids).decode() for ids in S.read_prompts(values, "byte")]           # noqa: E731
+    assert read(f"LINES:{path}", "", "FILE") == ["one\x0cstill one", "", "two\u2028 still", "", "FILE"]
+    assert read(f"FILE:{path}") == [path.read_text(encoding="utf-8")]
+    path.write_text("")
+    assert read(f"FILE:{path}") == [""]
+    with pytest.raises(SystemExit):
+        read(f"LINES:{path}")
+
+
+def test_uniform_depth_bfloat16_and_a_configuration_file(folder, tmp_path):
+    (tmp_path / "settings.py").write_text('prompt = "import os"\nmax_new_tokens = 5\nuniform = 2\ndtype = "bfloat16"\n')
+    done = command(f"--ckpt={folder / 'ckpt.pt'}", tmp_path / "settings.py")
+    assert done.returncode == 0, done.stderr
+    assert "import os" in done.stdout and "mean_depth: 2.000" in done.stdout and "tokens: 5" in done.stdout
 
 
 MISTAKES = {"--ckpt=nowhere.pt": "no checkpoint at nowhere.pt", "--temperature=-1": "temperature must lie", "--top_k=1.5": "top_k",
