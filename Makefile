@@ -1,10 +1,11 @@
 # make demo: from a bare clone to the trained tiny model, its tables and its plots
 # make test: the tests, on a CPU, offline once the packages are there
+# make test-long: hundreds of killed processes and mutated files; ends with their count
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test clean
+.PHONY: demo test test-long clean
 
 demo: .venv/installed
 	$(BIN)/python prepare_data.py stdlib
@@ -15,6 +16,9 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q tests
+
+test-long: .venv/installed
+	NANOLOOP_LONG=1 $(BIN)/python -m pytest -q tests/test_faults.py
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv

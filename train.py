@@ -11,6 +11,7 @@ functions of (seed, step, rank), so a resumed run is the run that was interrupte
 """
 
 import bisect
+import glob
 import math
 import os
 import random
@@ -23,6 +24,7 @@ from statistics import NormalDist
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch.nn import functional as F
 
 import config
@@ -74,7 +76,8 @@ class Settings(LoopConfig):
             raise ValueError(f"mean_loops={self.mean_loops} must lie between 1 and max_loops={self.max_loops}, or sigma be 0")
         if self.backprop_loops > self.max_loops:
             raise ValueError(f"backprop_loops={self.backprop_loops} exceeds max_loops={self.max_loops}")
-        for name, most in (("sigma", 2), ("decay_fraction", 1), ("beta1", 0.9999), ("beta2", 0.99999)):
+        for name, most in (("sigma", 2), ("decay_fraction", 1), ("beta1", 0.9999), ("beta2", 0.99999), ("max_loops", 10_000),
+                           ("batch_size", 2**20), ("grad_accum", 2**20)):
             if getattr(self, name) > most:
                 raise ValueError(f"{name} must be at most {most}, not {getattr(self, name)}")
         if self.schedule not in ("trapezoid", "cosine"):
@@ -201,20 +204,26 @@ def main(argv=None):
     # model and optimizer, from scratch or from the checkpoint of an earlier run
     torch.manual_seed(s.seed)
     model_config = LoopConfig(**{f.name: getattr(s, f.name) for f in fields(LoopConfig)})
-    model = LoopLM(model_config).to(device)
+    try:
+        model = LoopLM(model_config).to(device)
+    except (RuntimeError, MemoryError, TypeError, OverflowError) as error:     # torch's words for too large
+        config.fail(f"a model of this size cannot be made here ({config.reason(error)[:100]}): choose a smaller one")
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": s.weight_decay},
                                    {"params": vectors, "weight_decay": 0.0}],
                                   lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=device.startswith(("cuda", "cpu")))
     ckpt_path, step, losses = os.path.join(s.out, "ckpt.pt"), 0, {}
+    lock = FileLock(os.path.join(s.out, ".lock"), is_singleton=True)
     if s.init_from == "resume":
         if not os.path.exists(ckpt_path):
             config.fail(f"nothing to resume: {ckpt_path} is not there; leave --init_from away to start from scratch")
         try:
+            config.check_bytes(ckpt_path)
             ckpt = torch.load(ckpt_path, map_location=device, weights_only=True)
             there, identity, losses = ckpt["config"], ckpt["data"], ckpt["val_loss_by_depth"]
             there |= {key: ckpt["settings"][key] for key in SAME_RUN}
+            step = int(ckpt["step"])
         except Exception as error:                          # torch's, pickle's, zip's: a garbled file can raise anything
             config.fail(f"{ckpt_path} is not a whole checkpoint of train.py ({type(error).__name__}): remove it to start anew")
         for key, value in there.items():
@@ -224,7 +233,6 @@ def main(argv=None):
             config.fail(f"{ckpt_path} was trained on other data than {s.data} holds: name its own with --data=")
         model.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
-        step = ckpt["step"]
     elif master and os.path.exists(ckpt_path):
         config.fail(f"{ckpt_path} exists: --init_from=resume goes on from it, another --out= keeps it, or remove it")
 
@@ -232,14 +240,22 @@ def main(argv=None):
     def say(line):
         if master:
             print(line, flush=True)
-            log_file.write(line + "\n")
+            try:
+                log_file.write(line + "\n")
+            except OSError:                                 # a full disk; the line was printed
+                pass
 
     if master:
         try:
             os.makedirs(s.out, exist_ok=True)
+            lock.acquire(timeout=0)
             log_file = open(os.path.join(s.out, "log.txt"), "a", buffering=1)
+        except Timeout:
+            config.fail(f"another process is training into {s.out}: choose another --out=")
         except OSError as error:
             config.fail(f"cannot write to the folder {s.out}: {error.strerror}; choose another --out=")
+        for part in glob.glob(os.path.join(glob.escape(s.out), "*.part")):     # of a run that was killed as it wrote
+            os.remove(part)
     about = {**config.provenance(device), "dtype": str(dtype)[6:], "processes": world}
     tokens_per_step = s.grad_accum * s.batch_size * s.block_size
     say(" ".join(f"{k}={v}" for k, v in about.items()))
@@ -301,7 +317,12 @@ def main(argv=None):
         if world > 1:                                       # one all-reduce: all gradients, the loss, a wish to stop
             wish = torch.tensor([len(asked)], dtype=torch.float32, device=device)
             flat = torch.cat([p.grad.flatten() for p in model.parameters()] + [step_loss[None], wish])
-            dist.all_reduce(flat)
+            try:
+                dist.all_reduce(flat)
+            except RuntimeError as error:
+                print(f"error: another process of this run is gone ({config.reason(error)}); the last checkpoint in {s.out} is whole: "
+                      f"--init_from=resume goes on from it", file=sys.stderr, flush=True)
+                os._exit(1)                                 # no more waiting for anybody
             for p, grad in zip(model.parameters(), flat[:-2].split([p.numel() for p in model.parameters()])):
                 p.grad.copy_(grad.view_as(p))
             step_loss, leave = flat[-2], flat[-1].item() > 0
@@ -351,4 +372,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zipfile
 
 import torch
 from tqdm import tqdm
@@ -30,6 +31,18 @@ def fail(message):
     """End the script over a mistake that the user can mend: one line, exit code 2."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def run(main):
+    """A script's main(); Ctrl-C and a reader that has gone (`| head`) end it without a traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())         # nothing is left to flush to
+        sys.exit(1)
 
 
 def reason(error):
@@ -78,7 +91,7 @@ def join_values(Settings, argv):
     """["--key", "value"] -> ["--key=value"]; a bool stands alone."""
     argv = list(argv)
     for i in range(len(argv) - 2, -1, -1):
-        if re.fullmatch(r"--\w+", argv[i]) and argv[i] not in switches(Settings) and not argv[i + 1].startswith("--"):
+        if re.fullmatch(r"--\w+", argv[i]) and argv[i] not in {"--help", *switches(Settings)} and not argv[i + 1].startswith("--"):
             argv[i:i + 2] = [f"{argv[i]}={argv[i + 1]}"]
     return argv
 
@@ -111,6 +124,8 @@ def check(Settings, key, value, where, text=None):
         return text
     if want is float and type(value) is int:
         return float(value) if abs(value) < 2**1000 else math.inf
+    if want is int and type(value) is int and abs(value) >= 2**63:
+        fail(f"{key} in {where} is beyond 2**63, which nothing here can count")
     if type(value) is not want:
         example = {int: "a whole number", float: "a number", bool: "True or False", str: "text in quotes"}[want]
         fail(f"{key} in {where} must be {example}, not {text if text is not None else value!r}")
@@ -194,9 +209,18 @@ def pick_dtype(name, device):
     return getattr(torch, name or ("bfloat16" if has_bf16 else "float32"))
 
 
+def check_bytes(path):
+    """Raises if the bytes of a checkpoint, which is a zip file, do not have the checksums that were written with them."""
+    with zipfile.ZipFile(path) as file:
+        damaged = file.testzip()
+    if damaged:
+        raise ValueError(f"{damaged} is damaged")
+
+
 def load_model(path, device="cpu"):
     """-> a checkpoint's model (float32, evaluation mode) and the checkpoint; or one line and exit code 2."""
     try:
+        check_bytes(path)
         model, ckpt = load_checkpoint(path, device)
         ckpt["settings"]["data"], ckpt["data"]["tokenizer"], ckpt["step"]
     except FileNotFoundError:
