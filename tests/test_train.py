@@ -171,7 +171,8 @@ def test_skip_equals_freeze_on_a_trained_model(rule, trained):
     spread = set()
     for eps in (0.0, 1e-5, 1e-3, 0.03, 0.1, 0.3, 1.0, float("inf")):
         (frozen, depth), (skipped, skipped_depth) = (model.forward_halting(idx, rule, eps, 12, mode) for mode in ("freeze", "skip"))
-        assert torch.equal(depth, skipped_depth)
+        # float32 knows a state change of 1e-5 to about 1 %: there, and only there, a token on the threshold may differ by a loop
+        assert (depth - skipped_depth).abs().sum() <= (idx.numel() // 100 if eps == 1e-5 else 0), eps
         assert torch.allclose(frozen, skipped, atol=1e-4)
         spread |= set(depth.unique().tolist())
     assert len(spread) > 4                                 # the exits were ragged, or nothing was tested
@@ -275,7 +276,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_one_before_and_fails(data
     with pytest.raises(SystemExit) as stopped:
         run(data, tmp_path, "--max_steps=4", "--init_from=resume")
     assert stopped.value.code == 1 and "No space left on device" in capsys.readouterr().out
-    assert (tmp_path / "ckpt.pt").read_bytes() == before and sorted(os.listdir(tmp_path)) == ["ckpt.pt", "log.txt"]
+    assert (tmp_path / "ckpt.pt").read_bytes() == before and sorted(os.listdir(tmp_path)) == [".lock", "ckpt.pt", "log.txt"]
 
 
 @pytest.mark.parametrize("out", ["a_file", "a_file/below", ""])
