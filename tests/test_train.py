@@ -220,6 +220,9 @@ def test_compiled_training_equals_eager_training_and_r_never_recompiles(data, tm
         if "compiled in" not in capsys.readouterr().out:
             pytest.skip("no working compiler")
         assert close(eager, compiled, atol)
+        further = [run(data, tmp_path / f"{dtype}{way}", "--max_steps=4", f"--dtype={dtype}", "--init_from=resume", f"--compile={way == 'a'}")
+                   for way in "ab"]                        # a resume may change to compiled and back
+        assert close(*further, 2 * atol)
     graphs = counters["stats"]["unique_graphs"]
     draws = [train.draw_loops(train.loop_distribution(3, 0.5, 8), 1337, step) for step in range(12)]
     assert len(set(draws[:2])) < len(set(draws)) and max(draws) > 2 > min(draws)
