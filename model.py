@@ -141,7 +141,7 @@ class Block(nn.Module):
         """(..., T, d) -> (..., T, d). `attend(q, k, v)` decides what each token sees; halting replaces it."""
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim))       # (..., T, H + 2 H_kv, h)
         q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=-2)
-        y = attend(rotate(q, rope), rotate(k, rope), v)                                                    # (..., T, H, h)
+        y = attend(rotate(q, rope), rotate(k, rope), v)                        # (..., T, H, h)
         x = self.norm2(self.attn_out(y.flatten(-2)) + x)
         gate, up = self.gate_up(self.norm3(x)).chunk(2, dim=-1)
         return self.norm4(self.mlp_out(F.silu(gate) * up) + x)
