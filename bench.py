@@ -59,8 +59,9 @@ def a0_min(path, ckpt):
     try:
         found = json.loads(Path(path).with_name("allocate.json").read_text())
         same = all(found["meta"][key] == ckpt[of] for key, of in (("step", "step"), ("config", "config"), ("trained_on", "data")))
-        return int(found["policies"]["A0"]["match"]["threshold"]) if same else 0
-    except (OSError, ValueError, KeyError, TypeError):
+        depth = int(found["policies"]["A0"]["match"]["threshold"]) if same else 0
+        return depth if 0 <= depth <= 10_000 else 0
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
 
 

@@ -299,7 +299,8 @@ def sampler(temperature, top_k):
             raise FloatingPointError("the logits are not finite: this checkpoint cannot write text")
         if temperature == 0:
             return logits.argmax(-1).tolist()
-        logits = (logits.cpu() if logits.device.type == "mps" else logits).double() / temperature           # (n, V)
+        logits = (logits.cpu() if logits.device.type == "mps" else logits).double()                         # (n, V)
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
         if 0 < top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
         cumulative = logits.softmax(-1).cumsum(-1)
@@ -356,10 +357,10 @@ def page(texts, pieces, eot, about):
     for text in texts:
         piece, new, spans = Pieces(pieces), len(text.ids) - text.added, []
         for i, (id, depth) in enumerate(zip(text.ids[1:], text.depths), 1):
-            shown = "⏹" if id == eot else html.escape(piece(id))
+            shown = piece(eot, final=True) + "⏹" if id == eot else html.escape(piece(id))
             style = f"background:{color(depth, deepest)}" if depth else ""
             spans.append(f'<span{"" if i >= new else " class=prompt"} style="{style}" title="{depth or "?"} loops">{shown}</span>')
-        blocks.append(f"<pre>{''.join(spans)}</pre>")
+        blocks.append(f"<pre>{''.join(spans)}{piece(eot, final=True)}</pre>")
     legend = " ".join(f'<span style="background:{color(d, deepest)}">&nbsp;{d}&nbsp;</span>' for d in range(1, deepest + 1))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>nanoloop: depth per token</title>
@@ -405,8 +406,10 @@ def threshold(s, ckpt, max_loops):
         found = json.loads(path.read_text())
         about = {"step": ckpt["step"], "config": ckpt["config"], "trained_on": ckpt["data"], "max_loops": max_loops}
         if all(found["meta"][key] == value for key, value in about.items()):
-            return float(found["decode"][s.rule]["threshold"]), f"{path} chose it"
-    except (OSError, ValueError, KeyError, TypeError):
+            eps = float(found["decode"][s.rule]["threshold"])
+            if 0 <= eps <= 1e9:
+                return eps, f"{path} chose it"
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         pass                                               # then it has no word on this checkpoint
     return DEFAULT_EPS[s.rule], f"a guess: python allocate.py --ckpt={s.ckpt} would choose one"
 
@@ -430,6 +433,8 @@ def main():
     eot = len(pieces) - 1
     if s.html:
         config.check_writable(s.html)
+        if Path(s.html).exists() and not s.html.endswith((".html", ".htm")):
+            config.fail(f"{s.html} exists and is no page: choose another --html=")
 
     # what will run
     if s.uniform:
