@@ -272,7 +272,7 @@ def test_preparing_data_killed_at_any_moment_leaves_nothing_or_all(data, tmp_pat
         running = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
         if running:
             os.kill(pid, signal.SIGKILL)
-        assert ended(pid, log) == (-9 if running else 0)
+        assert ended(pid, log) in ((-9, 0) if running else (0,))         # it may be leaving as the signal arrives
         tried += running
         if out.exists():
             assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
