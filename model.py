@@ -76,17 +76,24 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(positions, head_dim, base=10000.0):
-    """cos and sin of each position's angles: (n,) -> 2 x (n, 1, head_dim / 2), float32."""
+    """[cos cos] and [-sin sin] of each position's angles: (n,) -> 2 x (n, 1, head_dim), float32."""
     freqs = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
     angles = positions.double()[:, None, None] * freqs
-    return angles.cos().float(), angles.sin().float()
+    return torch.cat((angles, angles), -1).cos().float(), torch.cat((-angles, angles), -1).sin().float()
 
 
 def rotate(x, rope):
-    """Rotary position embedding, pairs (i, i + head_dim / 2): (..., n, heads, head_dim) -> the same."""
+    """Rotary position embedding, (..., n, heads, head_dim) -> the same: a head's halves a, b become a cos - b sin, b cos + a sin."""
     cos, sin = rope
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    halves_swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return (x * cos + halves_swapped * sin).to(x.dtype)
+
+
+def project(x, weight, sizes):
+    """x (..., d) times a matrix that holds several -> one (..., size) of each."""
+    if torch.is_grad_enabled() and not x.is_cuda:          # training on a CPU: to join the parts' gradients would cost more
+        return [F.linear(x, part) for part in weight.split(sizes)]
+    return F.linear(x, weight).split(sizes, dim=-1)
 
 
 def attention(q, k, v, at, blocks):
@@ -130,20 +137,20 @@ class Block(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head, c.n_embd // c.n_head
+        self.head_dim = h = c.n_embd // c.n_head
+        self.sizes = (c.n_embd, c.n_kv_head * h, c.n_kv_head * h), (c.n_hidden, c.n_hidden)
         self.norm1, self.norm2, self.norm3, self.norm4 = (RMSNorm(c.n_embd) for _ in range(4))
-        self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * self.head_dim, bias=False)
+        self.qkv = nn.Linear(c.n_embd, sum(self.sizes[0]), bias=False)
         self.attn_out = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.gate_up = nn.Linear(c.n_embd, 2 * c.n_hidden, bias=False)
         self.mlp_out = nn.Linear(c.n_hidden, c.n_embd, bias=False)
 
     def forward(self, x, rope, attend=causal_attention):
         """(..., T, d) -> (..., T, d). `attend(q, k, v)` decides what each token sees; halting replaces it."""
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.head_dim))       # (..., T, H + 2 H_kv, h)
-        q, k, v = qkv.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=-2)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in project(self.norm1(x), self.qkv.weight, self.sizes[0]))
         y = attend(rotate(q, rope), rotate(k, rope), v)                        # (..., T, H, h)
         x = self.norm2(self.attn_out(y.flatten(-2)) + x)
-        gate, up = self.gate_up(self.norm3(x)).chunk(2, dim=-1)
+        gate, up = project(self.norm3(x), self.gate_up.weight, self.sizes[1])
         return self.norm4(self.mlp_out(F.silu(gate) * up) + x)
 
 
@@ -163,7 +170,7 @@ class LoopLM(nn.Module):
         self.coda_blocks = nn.ModuleList(Block(c) for _ in range(c.n_coda))
         self.norm = RMSNorm(c.n_embd)
         cos, sin = rope_table(torch.arange(c.block_size), c.n_embd // c.n_head)
-        self.register_buffer("cos", cos, persistent=False)                     # (block_size, 1, h / 2)
+        self.register_buffer("cos", cos, persistent=False)                     # (block_size, 1, h)
         self.register_buffer("sin", sin, persistent=False)
         # The s_0 of evaluation and generation: one row per position, so that what a token becomes never
         # depends on its company. Saved with the weights, since it is part of the function they compute.

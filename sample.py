@@ -139,7 +139,7 @@ class Decoder:
         self.prelude, self.core, self.coda = ([Cached(self.places, slots, c, like, n) for _ in blocks] for blocks, n in (
             (model.prelude_blocks, 1), (model.core_blocks, copies), (model.coda_blocks, 1)))
         self.e, self.s = like.new_zeros(2, slots, c.n_embd)
-        self.rope = torch.stack((model.cos, model.sin))    # (2, block_size, 1, h / 2)
+        self.rope = torch.stack((model.cos, model.sin))    # (2, block_size, 1, h)
         self.position, self.loops = [0] * slots, [0] * slots
         self.running, self.halted = [], []                 # slots
 

@@ -157,7 +157,7 @@ def test_the_cache_is_that_of_a_plain_transformer_whatever_the_depth(max_loops):
 
     cache = 2 * (1 + 2 + 1) * slots * 2 * CONTEXT * 8
     before = held()
-    assert cache <= before <= cache + 2 * slots * 32 + 2 * CONTEXT * 4         # and a state and an injection per slot, the angles
+    assert cache <= before <= cache + 2 * slots * 32 + 2 * CONTEXT * 8         # and a state and an injection per slot, the angles
     for _ in S.decode(decoder, texts_of([[1, 2, 3]] * 5, 10), S.sampler(0, 0)):
         assert held() <= before + 3 * slots                # where the tokens of the last call stood
 
