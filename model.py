@@ -16,6 +16,7 @@ The architecture follows Huginn (arXiv 2502.05171), the halting rule `kl` and th
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -154,6 +155,33 @@ class Block(nn.Module):
         return self.norm4(self.mlp_out(F.silu(gate) * up) + x)
 
 
+class CrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of h (N, d) times weight (V, d) against targets (N,), some rows at a time. The gradients are
+    computed in the same pass, so that the logits are needed once and are gone: (softmax - one-hot) times weight, and times h."""
+    at_once = 2**26                                        # logits: 256 MB
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, learns):
+        w, rows, total = weight.to(h.dtype), max(1, CrossEntropy.at_once // len(weight)), 0.0
+        dh, dw = (torch.empty_like(h), torch.zeros_like(weight, dtype=torch.float32)) if learns else (None, None)
+        for first in range(0, len(h), rows):
+            part, target = h[first:first + rows], targets[first:first + rows, None]
+            log_p = F.linear(part, w).float().log_softmax(-1)                                # (rows, V)
+            counts = (target >= 0).float()
+            total = total - (log_p.gather(1, target.clamp_min(0)) * counts).sum()
+            if learns:
+                dlogits = log_p.exp_().scatter_add_(1, target.clamp_min(0), -counts).mul_(counts).to(h.dtype)
+                dh[first:first + rows] = dlogits @ w
+                dw += dlogits.T @ part
+        ctx.save_for_backward(dh, dw)
+        return total
+
+    @staticmethod
+    def backward(ctx, scale):
+        dh, dw = ctx.saved_tensors
+        return dh * scale, dw * scale, None, None
+
+
 # ---------------------------------------------------------------------------------------------------------
 # the model
 
@@ -169,6 +197,7 @@ class LoopLM(nn.Module):
         self.core_blocks = nn.ModuleList(Block(c) for _ in range(c.n_core))
         self.coda_blocks = nn.ModuleList(Block(c) for _ in range(c.n_coda))
         self.norm = RMSNorm(c.n_embd)
+        self.buckets = {}                                  # on CUDA: the captured steps of forward_halting
         cos, sin = rope_table(torch.arange(c.block_size), c.n_embd // c.n_head)
         self.register_buffer("cos", cos, persistent=False)                     # (block_size, 1, h)
         self.register_buffer("sin", sin, persistent=False)
@@ -224,15 +253,30 @@ class LoopLM(nn.Module):
         x = s + e if self.adapter is None else self.adapter(torch.cat((s, e), dim=-1)).to(s.dtype)
         return self.run(self.core_blocks, x, attend, rope)
 
+    def finish(self, s, attend=None, rope=None):
+        """What the head reads: s (B, T, d) -> (B, T, d)."""
+        return self.norm(self.run(self.coda_blocks, s, attend, rope))
+
     def readout(self, s, attend=None, rope=None):
         """The next-token logits that a state stands for: s (B, T, d) -> (B, T, vocab_size)."""
-        logits = F.linear(self.norm(self.run(self.coda_blocks, s, attend, rope)), self.wte.weight)
+        logits = F.linear(self.finish(s, attend, rope), self.wte.weight)
         return logits[..., :self.config.vocab_size]        # the padded rows can never be predicted
+
+    def loss(self, s, targets, reduction="mean"):
+        """
+        Cross-entropy in nats, float32, of the readout of s (B, T, d) against targets (B, T), where -1 is not counted; "mean" or
+        "sum". The logits never stand whole in memory: with 50,257 ids and 16 * 1,024 tokens they would be 3.3 GB, thrice.
+        """
+        h, weight = self.finish(s).flatten(0, 1), self.wte.weight[:self.config.vocab_size]
+        if torch.is_autocast_enabled(h.device.type):
+            h = h.to(torch.get_autocast_dtype(h.device.type))
+        total = CrossEntropy.apply(h, weight, targets.flatten(), torch.is_grad_enabled())
+        return total / (targets >= 0).sum() if reduction == "mean" else total
 
     def forward(self, idx, targets=None, n_loops=None):
         """
-        Token ids (B, T) -> logits (B, T, vocab_size) after n_loops loops (default: config.mean_loops), and the mean
-        cross-entropy in nats against targets (B, T), where -1 is not counted; None without targets.
+        Token ids (B, T) -> (logits (B, T, vocab_size), None) after n_loops loops (default: config.mean_loops). With targets
+        (B, T): (None, their mean cross-entropy in nats), where a target of -1 is not counted; see `loss`.
         Gradients flow through the last config.backprop_loops loops; the earlier ones only bring the state there.
         """
         n_loops = self.config.mean_loops if n_loops is None else n_loops
@@ -244,10 +288,7 @@ class LoopLM(nn.Module):
             learns = torch.is_grad_enabled() and n_loops - i <= self.config.backprop_loops
             with torch.set_grad_enabled(learns):
                 s = self.loop_step(s.requires_grad_() if learns else s, e)     # so all loops compile to one graph
-        logits = self.readout(s)                                               # (B, T, V)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        return (self.readout(s), None) if targets is None else (None, self.loss(s, targets))
 
     def flops_per_token(self, T):
         """
@@ -284,7 +325,7 @@ class LoopLM(nn.Module):
             raise ValueError(f"max_loops must be at least 1, not {max_loops}")
         halting = Halting(rule, eps, schedule)
         if mode == "skip":
-            out, depth, _ = self._skip(idx, halting, max_loops)
+            out, depth = self._skip_captured(idx, halting, max_loops) if idx.is_cuda else self._skip(idx, halting, max_loops)[:2]
             return out if halting.reads else self.readout(out), depth
         return self._mask(idx, halting, max_loops, freeze=mode == "freeze")
 
@@ -361,6 +402,16 @@ class LoopLM(nn.Module):
             rows, s, e, *rope = (x[stay] for x in (rows, s, e, *rope))
             halting.keep(stay)
         return out.view(B, T, -1), depth.view(B, T), core + coda
+
+
+    def _skip_captured(self, idx, halting, max_loops, late=0):
+        """The same by replaying captured loop steps over padded sizes, see Buckets. -> what was left, depth."""
+        key = (*idx.shape, halting.rule, self.wte.weight.data_ptr(), self.wte.weight.dtype)
+        if key not in self.buckets:                        # weights that moved leave graphs without use
+            self.buckets = {k: v for k, v in self.buckets.items() if k[3:] == key[3:]}
+            self.buckets[key] = Buckets(self, halting.rule, *idx.shape)
+        e = self.prelude(idx)
+        return self.buckets[key](e, self.initial_state(e), halting.eps, max_loops, halting.schedule, late)
 
 
 def truncated_normal_(x, std, generator=None):
@@ -440,6 +491,11 @@ class Halting:
             self.memory = previous, hit
         return halts if self.schedule is None else self.schedule.reshape(halts.shape) == self.loop
 
+    def blank_memory(self, s, logits=None):
+        """Memory that compares with nothing: no signal falls below eps against it. s (..., d), for `kl` logits (..., V)."""
+        nothing = torch.full_like(logits if self.reads else s, math.nan)
+        return {"kl": (nothing,), "state": (), "accel": (nothing, s.new_zeros(s.shape[:-1], dtype=torch.bool))}[self.rule]
+
     def keep(self, rows):
         """From now on only these of the tokens are asked about."""
         self.memory = self.memory and tuple(x[rows] for x in self.memory)
@@ -506,3 +562,208 @@ class Skipping:
     def kept(self):
         """-> k and v (B, T, H_kv, h)."""
         return self.dense if self.k is None else (self.k.transpose(1, 2), self.v.transpose(1, 2))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# the captured loop step
+
+class LoopStep:
+    """
+    One loop of N tokens in B sequences as a function in place over buffers that never move or change their size, so that a
+    GPU can record it once (a CUDA graph) and replay it without Python. Elsewhere `replay` calls the function itself.
+
+    s, e (N, d)       state and injection of each token, with its row of the rope table
+    b, t (N,)         its sequence and position: where its keys and values go, and how far it sees
+    column (N,)       where its query stands among those of its sequence, (B, columns) in all
+    active (N,)       False: nothing about this token changes any more; its state is where it halted
+    loops (N,)        how many it has had: once it has halted, its depth
+    count (B,)        active tokens of each sequence; every replay sends it to the host, which may read it late
+
+    keys: (k, v), (B, H_kv, T, h) each, for each block of the core, and of the coda if the rule reads out.
+    """
+    pool = None                                            # the graphs' temporary memory; they never run side by side
+
+    @torch.inference_mode()
+    def __init__(self, model, rule, N, columns, keys):
+        c, like, self.device = model.config, model.wte.weight, model.wte.weight.device
+        self.model, self.halting, self.columns = model, Halting(rule, 0.0), columns
+        self.B, _, self.T, h = keys[0][0].shape
+        self.dense = N == self.B * self.T and columns == self.T                # all tokens of all sequences, in order
+        self.core, self.coda = ([partial(self.attend, *kv) for kv in part] for part in (keys[:c.n_core], keys[c.n_core:]))
+        self.s, self.e = like.new_zeros(2, N, c.n_embd)
+        self.rope = torch.zeros(2, N, 1, h, device=self.device)
+        self.b, self.t, self.column, self.loops, self.schedule = torch.zeros(5, N, dtype=torch.long, device=self.device)
+        self.b.copy_(torch.arange(N) % self.B)             # no two tokens ever stand at one place: each writes there
+        self.active = torch.zeros(N, dtype=torch.bool, device=self.device)
+        logits = like.new_zeros(N, c.vocab_size) if self.halting.reads else None
+        self.result = self.s if logits is None else logits                     # what a token leaves when it halts
+        self.memory = self.halting.blank_memory(self.s, logits)
+        self.eps, self.max_loops = torch.zeros(2, device=self.device)          # see `limit`
+        self.halting.eps = self.eps
+        # Query heads that share a key head are stacked as more rows, whose mask is therefore repeated.
+        self.visible = torch.zeros(self.B, 1, c.n_head // c.n_kv_head, columns, self.T, dtype=torch.bool, device=self.device)
+        self.count = torch.zeros(self.B, dtype=torch.long, pin_memory=self.device.type == "cuda")
+        self.graph, self.replays = None, []
+
+    @torch.inference_mode()
+    def limit(self, eps, max_loops):
+        self.eps.fill_(eps)
+        self.max_loops.fill_(max_loops)
+
+    def step(self):
+        """One loop of the active tokens, in place."""
+        logits, active = None, self.active
+        rope = self.rope.unbind()
+        new = self.model.loop_step(self.s, self.e, self.core, rope)
+        if self.halting.reads:
+            logits = self.model.readout(new, self.coda, rope)
+            self.result.copy_(torch.where(active[:, None], logits, self.result))
+        self.halting.memory = self.memory
+        below = self.halting(new, self.s, logits)
+        for bank, value in zip(self.memory, self.halting.memory or ()):
+            bank.copy_(value)
+        self.s.copy_(torch.where(active[:, None], new, self.s))
+        self.loops += active
+        halts = torch.where(self.schedule > 0, self.loops >= self.schedule, below) | (self.loops >= self.max_loops)
+        active &= ~halts
+        count = torch.zeros(self.B, dtype=torch.long, device=self.device).index_add_(0, self.b, active.long())
+        self.count.copy_(count, non_blocking=True)
+
+    def attend(self, k_all, v_all, q, k, v):
+        """Attention of one block: active tokens leave their keys and values, all see what their sequence has left so far."""
+        if self.dense:
+            q, k, v = (x.unflatten(0, (self.B, self.T)) for x in (q, k, v))                      # (B, T, heads, h)
+            renew, kept = self.active.view(self.B, self.T, 1, 1), [x.transpose(1, 2) for x in (k_all, v_all)]
+            for old, new in zip(kept, (k, v)):
+                old.copy_(torch.where(renew, new, old))
+            return causal_attention(q, *kept).flatten(0, 1)
+        for old, new in ((k_all, k), (v_all, v)):
+            old[self.b, :, self.t] = torch.where(self.active[:, None, None], new, old[self.b, :, self.t])
+        rows = q.new_zeros(self.B, self.columns, *q.shape[1:])                 # (B, columns, H, h)
+        rows[self.b, self.column] = q
+        rows = rows.transpose(1, 2).reshape(self.B, k.shape[1], -1, q.shape[2])                  # (B, H_kv, share * columns, h)
+        y = F.scaled_dot_product_attention(rows, k_all, v_all, self.visible.flatten(2, 3))
+        return y.reshape(self.B, q.shape[1], self.columns, -1)[self.b, :, self.column]           # (N, H, h)
+
+    def replay(self):
+        if self.device.type != "cuda":
+            return self.step()
+        if self.graph is None:
+            self.capture()
+        self.graph.replay()
+        self.replays = [*self.replays[-1:], torch.cuda.Event()]
+        self.replays[-1].record()
+
+    def capture(self):
+        """Record `step`. The runs that warm up must not be seen: nobody is active meanwhile, so only the memory changes."""
+        active, memory = self.active.clone(), [bank.clone() for bank in self.memory]
+        self.active.zero_()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step()
+            self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph, LoopStep.pool = torch.cuda.CUDAGraph(), LoopStep.pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(self.graph, pool=LoopStep.pool):
+            self.step()
+        self.active.copy_(active)
+        for bank, before in zip(self.memory, memory):
+            bank.copy_(before)
+
+    def put(self, b, t, schedule):
+        """In decoding, where each sequence has one token: those of sequences b (n,) stand at positions t (n,) and begin to loop."""
+        self.t[b], self.schedule[b] = t, torch.tensor(schedule, device=self.device)
+        self.rope[:, b] = torch.stack((self.model.cos, self.model.sin))[:, t]
+        self.visible[b] = (torch.arange(self.T, device=self.device) <= t[:, None])[:, None, None, None]
+        self.active[b], self.loops[b] = True, 0
+        count = self.count.clone()
+        count[b.cpu()] = 1
+        self.start(count)
+
+    def start(self, count):
+        """Before other tokens' first replay: so many of each sequence are active. No replay may still have a word in it."""
+        for replay in self.replays:
+            replay.synchronize()
+        self.replays = []
+        self.count.copy_(count)
+
+    def counts(self, late=1):
+        """
+        Active tokens of each sequence, numpy (B,), after the last replay but `late`, or later: never fewer than there are
+        now. With late = 1 the GPU has the next replay before it while the host reads. One loop too many does no harm.
+        """
+        if len(self.replays) > late:
+            self.replays[-1 - late].synchronize()
+        return self.count.numpy()
+
+
+class Buckets:
+    """The mode `skip` by captured steps: as tokens halt, the others move to smaller and smaller buffers."""
+
+    @torch.inference_mode()
+    def __init__(self, model, rule, B, T):
+        c, reads = model.config, rule == "kl"
+        h = c.n_embd // c.n_head
+        self.model, self.rule, self.B, self.T, self.steps = model, rule, B, T, {}
+        self.keys = [model.wte.weight.new_zeros(2, B, c.n_kv_head, T, h).unbind() for _ in range(c.n_core + reads * c.n_coda)]
+
+    def step(self, N, columns):
+        if (N, columns) not in self.steps:
+            self.steps[N, columns] = LoopStep(self.model, self.rule, N, columns, self.keys)
+        return self.steps[N, columns]
+
+    @torch.inference_mode()
+    def __call__(self, e, s, eps, max_loops, schedule=None, late=0):
+        """
+        e and s_0 (B, T, d), depths (B, T) to halt at instead -> what the tokens left (B, T, d or V), depth (B, T).
+        late: see LoopStep.counts. Here a loop of all those who have just halted costs more than the host's short wait.
+        """
+        N = self.B * self.T
+        rows = torch.arange(N, device=e.device)            # which of all tokens the step has
+        step = self.step(N, self.T)
+        step.limit(eps, max_loops)
+        step.s.copy_(s.flatten(0, 1)), step.e.copy_(e.flatten(0, 1))
+        step.b.copy_(rows // self.T), step.t.copy_(rows % self.T)
+        step.rope.copy_(torch.stack(self.model.rope(self.T))[:, step.t])
+        step.active.fill_(True), step.loops.zero_()
+        step.start(torch.full((self.B,), self.T))
+        step.schedule.zero_() if schedule is None else step.schedule.copy_(schedule.flatten())
+        for bank, blank in zip(step.memory, step.halting.blank_memory(step.s, step.result)):
+            bank.copy_(blank)
+        out, depth = torch.empty_like(step.result), torch.empty_like(step.loops)
+        while True:
+            step.replay()
+            counts = step.counts(late)
+            smaller = bucket(counts.sum(), N), bucket(counts.max(), self.T) + 1
+            if counts.any() and smaller[0] == len(rows):
+                continue
+            out[rows], depth[rows] = step.result, step.loops
+            if not counts.any():
+                return out.view(self.B, self.T, -1).clone(), depth.view(self.B, self.T).clone()
+            step, rows = self.move(step, rows, self.step(*smaller))
+            step.limit(eps, max_loops)
+
+    def move(self, old, rows, new):
+        """The active tokens of one step, and as many of the halted as fill it up, to a smaller one."""
+        keep = (~old.active).long().argsort(stable=True)[:len(new.s)]
+        for name in ("s", "e", "b", "t", "active", "loops", "schedule", "result"):
+            getattr(new, name).copy_(getattr(old, name)[keep])
+        new.rope.copy_(old.rope[:, keep])
+        for bank, before in zip(new.memory, old.memory):
+            bank.copy_(before[keep])
+        new.start(old.count)
+        # One column after the other for the tokens of a sequence, the active first; the last takes who finds none.
+        mine = new.b[:, None] == torch.arange(self.B, device=new.device)                         # (N, B)
+        place = mine.cumsum(0).gather(1, new.b[:, None])[:, 0] - 1
+        new.column.copy_(place.clamp_max(new.columns - 1))
+        at = torch.zeros(self.B, new.columns, dtype=torch.long, device=new.device)
+        at[new.b, new.column] = new.t
+        new.visible.copy_((torch.arange(self.T, device=new.device) <= at[..., None])[:, None, None])
+        return new, rows[keep]
+
+
+def bucket(count, whole, parts=16):
+    """The next size that holds so many: a multiple of a sixteenth."""
+    part = -(-whole // parts)
+    return min(whole, -(-int(count) // part) * part)

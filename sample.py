@@ -30,7 +30,7 @@ import torch
 from torch.nn import functional as F
 
 import config
-from model import Halting
+from model import Halting, LoopStep
 from prepare_data import TOKENIZERS, encode, token_bytes
 
 
@@ -89,8 +89,8 @@ class Cached:
     so many loops keep theirs apart, as in `LoopLM.forward`: to measure what the small cache loses, see `score`.
     """
 
-    def __init__(self, places, slots, config, like, copies=1):
-        c, self.places, self.copies = config, places, copies
+    def __init__(self, places, slots, config, like, copies=1, together=False):
+        c, self.places, self.copies, self.together = config, places, copies, together
         self.k, self.v = like.new_zeros(2, slots * copies, c.n_kv_head, c.block_size, c.n_embd // c.n_head)
         self.rows = list(zip(self.k.split(1), self.v.split(1)))
 
@@ -105,6 +105,9 @@ class Cached:
         if copies > 1:
             rows = torch.tensor([slot * copies + min(loop, copies - 1) for slot, _, loop in at.list], device=q.device)
         self.k[rows, :, at.positions], self.v[rows, :, at.positions] = k, v
+        if self.together:                                  # on a GPU: a few large kernels, with what they hide masked
+            seen = torch.arange(self.k.shape[2], device=q.device) <= at.positions[:, None]       # (n, block_size)
+            return F.scaled_dot_product_attention(q[:, :, None], self.k[rows], self.v[rows], seen[:, None, None], enable_gqa=True)[:, :, 0]
         # Token by token, each over its own past: nothing is copied or padded for the sake of the company.
         y, grouped = [], q.shape[1] > k.shape[1]
         for one, (slot, position, loop) in zip(q[:, None, :, None].unbind(), at.list):           # (1, H, 1, h) each
@@ -130,15 +133,24 @@ class Decoder:
     wait > 0 halted tokens rest until they are that share of the tokens at work. wait = 1 is lockstep.
 
     rule None loops everybody max_loops times. depth_of (slot, position) -> depth replaces the rule's word, not its cost.
+    On CUDA, or with captured=True, `loop` replays a model.LoopStep over all slots, and hears of a halt one loop late.
     """
 
-    def __init__(self, model, slots, rule, eps, max_loops, wait=0.0, copies=1, depth_of=None):
+    def __init__(self, model, slots, rule, eps, max_loops, wait=0.0, copies=1, depth_of=None, captured=None):
         c, like = model.config, model.wte.weight
         self.model, self.rule, self.eps, self.max_loops, self.wait, self.depth_of = model, rule, eps, max_loops, wait, depth_of
         self.halting, self.memory, self.places = rule and Halting(rule, eps), None, Places()
-        self.prelude, self.core, self.coda = ([Cached(self.places, slots, c, like, n) for _ in blocks] for blocks, n in (
+        captured = (like.is_cuda if captured is None else captured) and copies == 1
+        self.prelude, self.core, self.coda = ([Cached(self.places, slots, c, like, n, captured) for _ in blocks] for blocks, n in (
             (model.prelude_blocks, 1), (model.core_blocks, copies), (model.coda_blocks, 1)))
         self.e, self.s = like.new_zeros(2, slots, c.n_embd)
+        self.step = None
+        if captured:
+            keys = [(cached.k, cached.v) for cached in self.core + (self.coda if rule == "kl" else [])]
+            self.step = LoopStep(model, rule or "state", slots, 1, keys)
+            self.step.limit(eps if rule else 0.0, max_loops)                   # nothing lies below 0
+            self.e, self.s = self.step.e, self.step.s
+            self.memory = self.step.memory
         self.rope = torch.stack((model.cos, model.sin))    # (2, block_size, 1, h)
         self.position, self.loops = [0] * slots, [0] * slots
         self.running, self.halted = [], []                 # slots
@@ -163,11 +175,18 @@ class Decoder:
         self.e[rows], self.s[rows] = e, self.model.initial_state(e, self.places.positions)
         for bank in self.memory or ():                     # a signal that compares with nothing is not below eps
             bank[rows] = False if bank.dtype == torch.bool else float("nan")
+        if self.step:
+            self.step.put(rows, self.places.positions, [self.depth_of(*at) if self.depth_of else 0 for at in zip(slots, positions)])
         self.running += slots
 
     def loop(self):
         """One loop of all running tokens."""
         slots = self.running
+        if self.step:
+            self.step.replay()
+            left = self.step.counts()
+            self.running, self.halted = [slot for slot in slots if left[slot]], self.halted + [slot for slot in slots if not left[slot]]
+            return
         rows, rope = self.place(slots)
         previous = self.s[rows]
         s = self.model.loop_step(previous, self.e[rows], self.core, rope)      # (n, d)
@@ -203,8 +222,11 @@ class Decoder:
         """-> the halted tokens' slots, and their logits (n, V). Their slots are free for `feed`."""
         slots, self.halted = self.halted, []
         rows, rope = self.place(slots)
+        if self.step:
+            for slot, depth in zip(slots, self.step.loops[rows].tolist()):
+                self.loops[slot] = depth
         if self.rule and self.halting.reads:               # the readout that passed the check
-            return slots, self.memory[0][rows]
+            return slots, (self.step.result if self.step else self.memory[0])[rows]
         return slots, self.model.readout(self.s[rows], self.coda, rope)
 
 

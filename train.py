@@ -25,7 +25,6 @@ from statistics import NormalDist
 import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
-from torch.nn import functional as F
 
 import config
 from model import LoopConfig, LoopLM
@@ -50,6 +49,8 @@ class Settings(LoopConfig):
     warmup_steps: int = 1000     # linear from 0
     schedule: str = "trapezoid"  # "trapezoid": constant, then linear decay; or "cosine"
     decay_fraction: float = 0.2  # last share of the steps that the trapezoid decays over
+    optimizer: str = "adamw"     # "adamw", or "muon" for the matrices of adapter and blocks, and AdamW for the rest
+    muon_factor: float = 1.0     # Muon's learning rate is learning_rate times this; its updates are as large as AdamW's
     beta1: float = 0.9           # AdamW
     beta2: float = 0.95          # AdamW
     weight_decay: float = 0.1    # on matrices only
@@ -61,7 +62,7 @@ class Settings(LoopConfig):
     # system
     device: str = ""             # "cuda", "cuda:1", "mps" or "cpu"; empty: the best that is there
     dtype: str = ""              # "bfloat16" (autocast) or "float32"; empty: bfloat16 where the processor has it
-    compile: bool = True         # torch.compile of prelude, loop step and readout; r never recompiles
+    compile: bool = True         # torch.compile of prelude, loop step and coda; r never recompiles
     peak_tflops: float = 0.0     # of the device in this dtype, for MFU; 0: known for some GPUs, else n/a
     seed: int = 1337             # of the weights, the batches, the noise and r
 
@@ -82,6 +83,8 @@ class Settings(LoopConfig):
                 raise ValueError(f"{name} must be at most {most}, not {getattr(self, name)}")
         if self.schedule not in ("trapezoid", "cosine"):
             raise ValueError(f"schedule must be 'trapezoid' or 'cosine', not {self.schedule!r}")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"optimizer must be 'adamw' or 'muon', not {self.optimizer!r}")
         if self.init_from not in ("scratch", "resume"):
             raise ValueError(f"init_from must be 'scratch' or 'resume', not {self.init_from!r}")
         if not (self.data and self.out):
@@ -91,7 +94,7 @@ class Settings(LoopConfig):
 # Dense bf16 peaks with float32 accumulation, in TFLOP/s, from the vendor's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}
 EVAL_DEPTHS = (1, 2, 3, 4, 8)    # and the training mean
-SAME_RUN = ("max_loops", "sigma", "batch_size", "grad_accum", "seed")          # a resumed run cannot change these
+SAME_RUN = ("max_loops", "sigma", "batch_size", "grad_accum", "seed", "optimizer")          # a resumed run cannot change these
 
 
 def loop_distribution(mean_loops, sigma, max_loops):
@@ -127,6 +130,22 @@ def learning_rate(step, s):
     return s.min_lr + (s.learning_rate - s.min_lr) * max(0.0, min(1.0, left))
 
 
+def make_optimizers(model, s, device):
+    """[AdamW], or [AdamW, Muon]. Each group's learning rate is the schedule's times its "factor"."""
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.wte.weight]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": [model.wte.weight], "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if s.optimizer == "adamw":
+        groups[0]["params"] += matrices
+    optimizers = [torch.optim.AdamW(groups, betas=(s.beta1, s.beta2), fused=device.startswith(("cuda", "cpu")))]
+    if s.optimizer == "muon":                              # an update's root mean square is made that of AdamW, about 0.2
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=s.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["factor"] = s.muon_factor if isinstance(optimizer, torch.optim.Muon) else 1.0
+    return optimizers
+
+
 @torch.no_grad()
 def loss_by_depth(model, windows, depths, batch_size, context):
     """Mean cross-entropy in nats at each depth over windows (x, y), from one pass: {depth: loss}."""
@@ -140,14 +159,14 @@ def loss_by_depth(model, windows, depths, batch_size, context):
             for i in range(1, max(depths) + 1):
                 s = model.loop_step(s, e)
                 if i in total:
-                    total[i] += F.cross_entropy(model.readout(s).flatten(0, 1).float(), y.flatten(), reduction="sum").item()
+                    total[i] += model.loss(s, y, "sum").item()
     model.train()
     return {depth: nats / windows[1].size for depth, nats in total.items()}
 
 
 def compile_parts(model, sample, context):
     """torch.compile what every step calls, and prove that it works here. -> "", or why it does not: then all stays eager."""
-    names = ("prelude", "loop_step", "readout")
+    names = ("prelude", "loop_step", "finish")
     for name in names:
         setattr(model, name, torch.compile(getattr(model, name), dynamic=False))
     try:
@@ -208,11 +227,7 @@ def main(argv=None):
         model = LoopLM(model_config).to(device)
     except (RuntimeError, MemoryError, TypeError, OverflowError) as error:     # torch's words for too large
         config.fail(f"a model of this size cannot be made here ({config.reason(error)[:100]}): choose a smaller one")
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": s.weight_decay},
-                                   {"params": vectors, "weight_decay": 0.0}],
-                                  lr=s.learning_rate, betas=(s.beta1, s.beta2), fused=device.startswith(("cuda", "cpu")))
+    optimizers = make_optimizers(model, s, device)
     ckpt_path, step, losses = os.path.join(s.out, "ckpt.pt"), 0, {}
     lock = FileLock(os.path.join(s.out, ".lock"), is_singleton=True)
     if s.init_from == "resume":
@@ -232,7 +247,8 @@ def main(argv=None):
         if identity != corpus.identity:
             config.fail(f"{ckpt_path} was trained on other data than {s.data} holds: name its own with --data=")
         model.load_state_dict(ckpt["model"])
-        optimizer.load_state_dict(ckpt["optimizer"])
+        for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
     elif master and os.path.exists(ckpt_path):
         config.fail(f"{ckpt_path} exists: --init_from=resume goes on from it, another --out= keeps it, or remove it")
 
@@ -276,7 +292,7 @@ def main(argv=None):
 
     def save():
         """Write the checkpoint -> could it be written?"""
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
+        state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers], "step": step,
                  "config": asdict(model_config), "settings": asdict(s), "data": corpus.identity,
                  "val_loss_by_depth": losses, "meta": about}
         try:
@@ -302,8 +318,8 @@ def main(argv=None):
     while step < s.max_steps and not leave:
         n_loops = draw_loops(cumulative, s.seed, step)
         lr = learning_rate(step, s)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = lr * group["factor"]
         torch.manual_seed(random.Random(f"noise {s.seed} {step} {rank}").getrandbits(63))   # for the initial states
         step_loss = torch.zeros((), device=device)
         for micro in range(micro_steps):
@@ -333,8 +349,9 @@ def main(argv=None):
             say(f"stopped: the loss ({step_loss:.4g}) or its gradient ({norm:.4g}) is not finite at step {step + 1} (r={n_loops}); "
                 f"nothing is written over the last checkpoint. Try a lower --learning_rate.")
             sys.exit(1)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         step += 1
 
         seconds, t0 = time.time() - t0, time.time()

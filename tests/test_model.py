@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import LoopConfig, LoopLM, accel_signal, kl_signal, state_signal
+from model import CrossEntropy, LoopConfig, LoopLM, accel_signal, kl_signal, state_signal
 
 TINY = dict(block_size=24, vocab_size=97, n_embd=32, n_head=4, n_kv_head=2, n_hidden=48, n_prelude=1, n_core=2, n_coda=1,
             mean_loops=4)
@@ -63,7 +63,7 @@ def test_forward_equals_a_manual_unroll(model, n_loops):
     s = model.initial_state(e)
     for _ in range(n_loops):
         s = model.loop_step(s, e)
-    logits, loss = model(idx, idx.roll(-1, 1), n_loops)
+    logits, loss = model(idx, n_loops=n_loops)[0], model(idx, idx.roll(-1, 1), n_loops)[1]
     assert torch.equal(logits, model.readout(s))
     p = logits.double().softmax(-1).gather(-1, idx.roll(-1, 1)[..., None])
     assert loss.item() == pytest.approx(-p.log().mean().item(), abs=1e-5)
@@ -74,9 +74,27 @@ def test_ignored_targets_do_not_count():
     model, idx = make(), tokens()
     targets = idx.roll(-1, 1)
     targets[:, ::3] = -1
-    logits, loss = model(idx, targets)
+    logits, loss = model(idx)[0], model(idx, targets)[1]
     nll = -logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
     assert loss.item() == pytest.approx(nll[targets >= 0].mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [1, 97 * 20, 97 * 25, 2**26])             # parts of 1, 20, 25 and all 50 rows
+def test_the_chunked_cross_entropy_equals_the_plain_one(at_once, monkeypatch):
+    """Oracle: torch's, in float64, with its gradients; the factor is what gradient accumulation multiplies with."""
+    monkeypatch.setattr(CrossEntropy, "at_once", at_once)
+    torch.manual_seed(0)
+    h, weight, targets = torch.randn(50, 8, requires_grad=True), torch.randn(97, 8, requires_grad=True), torch.randint(0, 97, (50,))
+    targets[::3] = -1
+    loss = CrossEntropy.apply(h, weight, targets, True) / (targets >= 0).sum()
+    (loss / 4).backward()
+    double = [x.detach().double().requires_grad_() for x in (h, weight)]
+    oracle = F.cross_entropy(double[0] @ double[1].T, targets, ignore_index=-1)
+    (oracle / 4).backward()
+    assert loss.item() == pytest.approx(oracle.item(), abs=1e-5)
+    assert CrossEntropy.apply(h, weight, targets, False).item() == pytest.approx(oracle.item() * (targets >= 0).sum().item(), rel=1e-6)
+    for ours, theirs in zip((h, weight), double):
+        assert (ours.grad - theirs.grad).norm() < 1e-5 * theirs.grad.norm()
 
 
 @pytest.mark.parametrize("n_loops", [1, 2, 5])
@@ -330,11 +348,11 @@ def test_a_schedule_is_kept(rule, mode):
 def test_padded_rows_of_the_vocabulary_do_not_exist():
     """Oracle: the same model with other values in the rows that pad the vocabulary to a multiple of 64."""
     model, idx = make(), tokens()
-    before = model(idx, idx)[0], model(idx, idx)[1], *model.forward_halting(idx, "kl", 1e-3, 8)
+    before = model(idx)[0], model(idx, idx)[1], *model.forward_halting(idx, "kl", 1e-3, 8)
     assert before[0].shape[-1] == TINY["vocab_size"] < len(model.wte.weight)
     with torch.no_grad():
         model.wte.weight[TINY["vocab_size"]:] = 100.0
-    after = model(idx, idx)[0], model(idx, idx)[1], *model.forward_halting(idx, "kl", 1e-3, 8)
+    after = model(idx)[0], model(idx, idx)[1], *model.forward_halting(idx, "kl", 1e-3, 8)
     assert all(torch.equal(a, b) for a, b in zip(before, after))
 
 
