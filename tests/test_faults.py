@@ -86,7 +86,7 @@ def state(out):
     """Everything of a checkpoint that training goes on from; it must be whole."""
     config.check_bytes(out / "ckpt.pt")
     ckpt = torch.load(out / "ckpt.pt", weights_only=True)
-    return ckpt["step"], ckpt["model"], ckpt["optimizer"]["state"]
+    return ckpt["step"], ckpt["model"], [optimizer["state"] for optimizer in ckpt["optimizers"]]
 
 
 def same(a, b):

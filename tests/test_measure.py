@@ -48,7 +48,7 @@ def save(path, corpus, change=lambda model: None, **overrides):
     with torch.no_grad():
         model.wte.weight.mul_(3)                 # sharper distributions: depths between 2 and never
         change(model)
-    torch.save({"model": model.state_dict(), "optimizer": {}, "step": 7, "config": asdict(c), "data": corpus.identity,
+    torch.save({"model": model.state_dict(), "optimizers": [], "step": 7, "config": asdict(c), "data": corpus.identity,
                 "settings": {"data": str(corpus.folder), "seed": 1}, "val_loss_by_depth": {}, "meta": {}} | overrides, path)
     return path
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import CrossEntropy, LoopConfig, LoopLM, accel_signal, kl_signal, state_signal
+from model import CrossEntropy, Halting, LoopConfig, LoopLM, LoopStep, accel_signal, kl_signal, state_signal
 
 TINY = dict(block_size=24, vocab_size=97, n_embd=32, n_head=4, n_kv_head=2, n_hidden=48, n_prelude=1, n_core=2, n_coda=1,
             mean_loops=4)
@@ -331,6 +331,79 @@ def test_skip_equals_freeze(rule, trial):
     skipped, skipped_depth = model.forward_halting(idx, rule, eps, max_loops, "skip")
     assert torch.equal(frozen_depth, skipped_depth)
     assert torch.allclose(frozen, skipped, atol=1e-4)
+
+
+@pytest.fixture
+def late_counts(monkeypatch):
+    """On a CPU a loop step's counts are never late; here they are those of earlier replays, as on a GPU that is behind."""
+    replay, start = LoopStep.replay, LoopStep.start
+
+    def remember(step, count):
+        start(step, count)
+        step.past = [count.clone()]
+
+    def remembering(step):
+        replay(step)
+        step.past.append(step.count.clone())
+
+    monkeypatch.setattr(LoopStep, "start", remember)
+    monkeypatch.setattr(LoopStep, "replay", remembering)
+    monkeypatch.setattr(LoopStep, "counts", lambda step, late=1: step.past[max(0, len(step.past) - 1 - late)].numpy())
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_captured_loop_step_equals_skip(model, rule, late, late_counts):
+    """
+    Oracle: `skip` as it runs on a CPU, one exact size after the other. The same buffers twice, for other tokens; many sequences,
+    few tokens, one; thresholds, and a schedule; what is in no buffer's place yet must not matter.
+    """
+    for trial, (B, T) in enumerate(((3, 20), (3, 20), (40, 3), (1, 1), (2, 24))):
+        idx = tokens(B, T, seed=trial)
+        schedule = torch.randint(1, 10, (B, T), generator=torch.Generator().manual_seed(trial))
+        for eps, drawn in ((spread_eps(model, idx, rule), None), (0.0, None), (1e9, None), (0.0, schedule)):
+            with torch.no_grad():
+                out, depth, _ = model._skip(idx, Halting(rule, eps, drawn), 8)
+                ours, ours_depth = model._skip_captured(idx, Halting(rule, eps, drawn), 8, late)
+            assert torch.equal(depth, ours_depth) and torch.allclose(out, ours, atol=1e-4)
+    assert len(model.buckets[3, 20, rule, model.wte.weight.data_ptr(), torch.float32].steps) > 3     # it does get smaller
+
+
+def test_a_loop_step_changes_nothing_of_those_who_have_halted():
+    """Oracle: all buffers as they were, to the last bit; this is also why a graph may be warmed up at any time."""
+    model, idx = make(), tokens(3, 20)
+    with torch.inference_mode():
+        model._skip_captured(idx, Halting("kl", 1e-3), 8)
+        buckets = next(iter(model.buckets.values()))
+        for step in buckets.steps.values():
+            step.active.zero_()
+            before = [x.clone() for x in (step.s, step.result, step.loops, step.b, step.t, *(x for kv in buckets.keys for x in kv))]
+            step.step()
+            after = step.s, step.result, step.loops, step.b, step.t, *(x for kv in buckets.keys for x in kv)
+            assert all(torch.equal(a, b) for a, b in zip(before, after)) and not step.count.any()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-4), (torch.bfloat16, 1e-3)])
+def test_replayed_graphs_equal_eager_skip_on_a_gpu(dtype, atol, rule, late):
+    """Oracle: the eager loop there; the same depths (drawn, in bfloat16, whose signals sit on thresholds), and no hidden synchronisation."""
+    torch.set_float32_matmul_precision("highest")
+    model, idx = make(block_size=64).to("cuda", dtype), tokens(4, 64).cuda()
+    schedule = None if dtype == torch.float32 else torch.randint(1, 9, (4, 64), generator=torch.Generator().manual_seed(0)).cuda()
+    eps = spread_eps(model, idx, rule) if schedule is None else 0.0
+    with torch.no_grad():
+        out, depth, _ = model._skip(idx, Halting(rule, eps, schedule), 8)
+        model._skip_captured(idx.flip(0), Halting(rule, eps, schedule), 8, late)                # captures
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ours, ours_depth = model._skip_captured(idx, Halting(rule, eps, schedule), 8, late)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    read = [x.float() if rule == "kl" else model.readout(x).float() for x in (out, ours)]
+    assert torch.equal(depth, ours_depth) and torch.allclose(*read, atol=atol, rtol=atol)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import sample as S
 from test_measure import save, write_corpus
-from test_model import RULES, make, naive_freeze, spread_eps, tokens
+from test_model import RULES, late_counts, make, naive_freeze, spread_eps, tokens      # noqa: F401  (one is a fixture)
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT, VOCAB, MAX_LOOPS = 24, 97, 6
@@ -81,6 +81,21 @@ def test_a_text_does_not_depend_on_its_company(rule):
             together = run(model, texts_of([prompts[i] for i in order], 14, seed=trial), rule, eps, slots, wait, choose, stop)
             for i, text in zip(order, together):
                 assert (text.ids, text.depths) == (alone[i].ids, alone[i].depths), (trial, slots, wait, i)
+
+
+@pytest.mark.parametrize("slots, wait", [(1, 0), (4, 0), (4, 0.5), (4, 1), (16, 0.75)])
+@pytest.mark.parametrize("rule", [UNIFORM, *RULES])
+def test_decoding_by_the_captured_loop_step_writes_the_same(rule, slots, wait, late_counts):
+    """Oracle: the decoder without it; also with more slots than texts, and where its counts come one loop late."""
+    model, found = make(), []
+    for captured in (False, True):
+        texts = texts_of([list(range(n, 2 * n)) for n in (1, 0, 5, 9, 23, 30, 2)], 12)
+        decoder = S.Decoder(model, slots, None if rule == UNIFORM else rule, 0.0 if rule == UNIFORM else threshold(model, rule), 6, wait,
+                            captured=captured)
+        for _ in S.decode(decoder, texts, S.sampler(0, 0)):
+            pass
+        found.append([(text.ids, text.depths) for text in texts])
+    assert found[0] == found[1]
 
 
 def test_texts_end_early_and_others_take_their_slots():

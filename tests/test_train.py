@@ -1,5 +1,6 @@
 """train.py end to end on a small corpus, in this process and under torchrun."""
 
+import dataclasses
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import torch
 
 import config
 import train
-from model import load_checkpoint
+from model import LoopConfig, LoopLM, load_checkpoint
 from prepare_data import Corpus
 
 ROOT = Path(__file__).parent.parent
@@ -68,10 +69,11 @@ def test_r_follows_the_clipped_rounded_log_normal():
     assert np.abs(probabilities - expected).max() < 4e-3
 
 
-def test_resume_after_ten_steps_equals_twenty_straight_ones(data, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_after_ten_steps_equals_twenty_straight_ones(optimizer, data, tmp_path):
     """Oracle: the uninterrupted run, weights to the last bit; noise, r and batches all take part."""
-    straight = run(data, tmp_path / "a", "--schedule=cosine")
-    ten = ["--schedule=cosine", "--eval_interval=10"]
+    ten = ["--schedule=cosine", "--eval_interval=10", f"--optimizer={optimizer}"]
+    straight = run(data, tmp_path / "a", *ten[::2])
     with pytest.raises(SystemExit):                        # the run is stopped at step 10, as by SIGTERM
         stop_at(10, lambda: run(data, tmp_path / "b", *ten))
     assert torch.load(tmp_path / "b/ckpt.pt", weights_only=True)["step"] == 10
@@ -199,6 +201,32 @@ def test_nothing_is_trained_over_an_earlier_checkpoint(data, tmp_path, capsys):
     assert "trained with n_embd=32, not 64" in capsys.readouterr().err
 
 
+def test_muon_gives_the_matrices_of_the_blocks_an_orthogonal_step_and_adamw_the_rest(data):
+    """Oracle: AdamW alone for the rest; for a matrix the singular vectors of its gradient, whose singular values become about
+    one (Muon's five iterations only come near, and not from the smallest), times 0.2 sqrt(longer side) and the learning rate."""
+    models, lr = [], 0.01
+    for name in ("adamw", "muon"):
+        s = config.parse(train.Settings, "", [*SMALL, f"--optimizer={name}", "--weight_decay=0", "--muon_factor=2"])
+        torch.manual_seed(0)
+        models.append(model := LoopLM(LoopConfig(**{f.name: getattr(s, f.name) for f in dataclasses.fields(LoopConfig)})))
+        model.train()(idx := torch.arange(32).view(2, 16), idx, 2)[1].backward()
+        optimizers = train.make_optimizers(model, s, "cpu")
+        owned = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        assert len(owned) == len(set(map(id, owned))) == len(list(model.parameters()))
+        before = [p.detach().clone() for p in model.parameters()]
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["factor"]
+            optimizer.step()
+    for (name, a), b, old in zip(models[0].named_parameters(), models[1].parameters(), before):
+        if b.dim() == 2 and name != "wte.weight":
+            u, _, v = torch.linalg.svd(b.grad.double(), full_matrices=False)
+            step = u.T @ ((old - b).detach().double() / (2 * lr * 0.2 * max(b.shape) ** 0.5)) @ v.T
+            assert 0.7 < step.diagonal().median() and step.diagonal().max() < 1.3 and (step - step.diagonal().diag()).abs().max() < 0.1, name
+        else:
+            assert torch.equal(a, b), name
+
+
 @pytest.mark.parametrize("schedule", ["trapezoid", "cosine"])
 def test_the_learning_rate_warms_up_and_decays(schedule):
     """Oracle: its value at the landmarks."""
@@ -294,7 +322,7 @@ def test_an_output_folder_that_cannot_be_is_refused(out, data, tmp_path, capsys)
 
 MISTAKES = {"--n_layers=3": "unknown key 'n_layers'", "--n_embd=big": "n_embd", "--sigma=-1": "sigma", "--backprop_loops=9": "backprop_loops",
             "--device=cuda:77": "device", "--dtype=int8": "dtype", "--block_size=100000": "block_size", "--data=nowhere": "nowhere",
-            "--schedule=step": "schedule", "--n_head=5": "n_head", "missing.py": "missing.py", "train": "'train'", "--seed": "--seed",
+            "--schedule=step": "schedule", "--optimizer=sgd": "optimizer", "--muon_factor=-1": "muon_factor", "--n_head=5": "n_head", "missing.py": "missing.py", "train": "'train'", "--seed": "--seed",
             "--init_from=resume": "nothing to resume", "--mean_loops=9": "mean_loops", "--batch_size=0": "batch_size",
             "--seed=-1": "seed", "--learning_rate=1e999": "learning_rate", "--warmup_steps=-5": "warmup_steps",
             "--weight_decay=(10**60)**60": "weight_decay", "--vocab_size=5": "vocab_size", "--data=": "data"}
