@@ -490,11 +490,12 @@ def write(path, result, figure=None):
         config.fail(f"cannot write {path}: {error.strerror}")
 
 
-def random_model(path):
-    """A model of a training configuration's shape, with random weights."""
+def random_model(path, changes=()):
+    """A model of a training configuration's shape, with random weights; changes: {field: value} to it."""
     values = {f.name: f.default for f in fields(TrainSettings)}
     for key, value in config.read_file(path, values).items():
         values[key] = config.check(TrainSettings, key, value, path)
+    values |= dict(changes)
     try:
         return LoopLM(LoopConfig(**{f.name: values[f.name] for f in fields(LoopConfig)})).eval()
     except ValueError as error:

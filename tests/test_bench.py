@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bench
-from model import load_checkpoint
+from model import LoopConfig, LoopLM, load_checkpoint
 from sample import Decoder
 from test_measure import save, write_corpus
 from test_model import make, tokens
@@ -65,7 +65,57 @@ def test_the_command_compares_lockstep_and_continuous_decoding(tmp_path):
     assert done.returncode == 0 and "drawn depths of mean 2.5" in done.stdout, done.stderr
 
 
-MISTAKES = {(): "say what to time", ("sleep",): "say what to time", ("decode", "--batch=0"): "batch must be slots", ("decode", "--wait=2"): "wait must be",
+PEER = """
+import torch
+class GPTConfig:
+    def __init__(self, **kwargs):
+        self.__dict__ |= kwargs
+class GPT(torch.nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        assert c.n_layer == 2 + 1 * 3 + 2
+        self.wte = torch.nn.Embedding(c.vocab_size, c.n_embd)
+    def forward(self, x, y):
+        logits = self.wte(x) @ self.wte.weight.T
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""
+
+
+def test_training_is_timed_beside_a_peer_and_work_is_counted_by_hand(tmp_path, capsys, monkeypatch):
+    """Oracle: MFU times the peak is the rate times the FLOPs of a token, from the model's own count; r beyond backprop_loops costs a third."""
+    (tmp_path / "shape.py").write_text("block_size = 32\nn_embd = 32\nn_head = 2\nn_kv_head = 1\nn_hidden = 64\nvocab_size = 300\nmean_loops = 4\n"
+                                       "backprop_loops = 2\nbatch_size = 3\n")
+    (tmp_path / "peer.py").write_text(PEER)
+    monkeypatch.setattr(bench, "peak_flops", lambda *args: 1e9)
+    monkeypatch.setattr(bench.trainer, "compile_parts", lambda *args: "not here")
+    bench.train(bench.Settings(config=f"{tmp_path}/shape.py", core_blocks=1, loops=3, repeats=2, device="cpu", dtype="float32",
+                               vs=f"nanogpt:{tmp_path}/peer.py"))
+    out = capsys.readouterr().out
+    rows = {name: dict(re.findall(r"(\w+) ([\d.]+)", rest)) for name, rest in re.findall(r"^(train_\S+): (.*)$", out, re.MULTILINE)}
+    assert set(rows) == {"train_eager", "train_nanogpt_eager", "train_nanogpt_compiled"} and "not here" in out
+    assert rows["train_eager"]["eager_over_it"] == "1.000" and float(rows["train_nanogpt_eager"]["eager_over_it"]) < 1
+    c = LoopConfig(block_size=32, n_embd=32, n_head=2, n_kv_head=1, n_hidden=64, vocab_size=300, n_core=1)
+    prelude, loop, readout = LoopLM(c).flops_per_token(32)
+    assert float(rows["train_eager"]["mfu"]) * 1e9 == pytest.approx(
+        float(rows["train_eager"]["tokens_per_second"]) * (3 * (prelude + readout) + 7 * loop), rel=5e-3)
+
+
+def test_scoring_is_timed_for_all_ways_and_its_bound_counts_flops(tmp_path):
+    """Oracle: the lines that must come, the bound by hand from the mean of the drawn depths."""
+    (tmp_path / "shape.py").write_text("block_size = 32\nn_embd = 32\nn_head = 2\nn_kv_head = 1\nn_hidden = 64\nvocab_size = 300\nmean_loops = 4\n")
+    done = run("skip", f"--config={tmp_path}/shape.py", "--schedule=2.5", "--batch_size=2", "--repeats=1", "--rule=kl")
+    assert done.returncode == 0, done.stderr
+    rows = {name: dict(re.findall(r"(\w+) ([\d.]+)", rest)) for name, rest in re.findall(r"^(skip_\S+): (.*)$", done.stdout, re.MULTILINE)}
+    assert set(rows) == {"skip_uniform", "skip_uniform_compiled", "skip_skip", "skip_skip_captured", "skip_skip_captured_late"}
+    mean = float(re.search(r"depths of mean ([\d.]+)", done.stdout)[1])
+    c = LoopConfig(block_size=32, n_embd=32, n_head=2, n_kv_head=1, n_hidden=64, vocab_size=300)
+    prelude, loop, readout = LoopLM(c).flops_per_token(32)
+    assert float(rows["skip_skip"]["bound"]) == pytest.approx((prelude + 4 * loop + readout) / (prelude + mean * (loop + readout)), rel=1e-2)
+
+
+MISTAKES = {(): "say what to time", ("train", "--vs=gpt2"): "--vs=gpt2 must be", ("train", "--vs=nanogpt:nowhere.py"): "must be name:PATH",
+            ("train", "--config=nowhere.py"): "nowhere.py", ("train", "--vs=nanogpt:config/tiny.py"): "cannot be timed", ("skip",): "--schedule=0",
+            ("gpu", "--device=cpu"): "no CUDA device", ("sleep",): "say what to time", ("decode", "--batch=0"): "batch must be slots", ("decode", "--wait=2"): "wait must be",
             ("decode", "--ckpt=nowhere.pt"): "no checkpoint", ("decode", "--config=config/tiny.py"): "--config goes with --schedule",
             ("decode", "--config=config/tiny.py", "--schedule=99"): "--schedule=99 must lie", ("decode", "--config=config/tiny.py", "--schedule=2",
             "--tokens=250"): "exceed the context"}
