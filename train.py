@@ -172,6 +172,8 @@ def compile_parts(model, sample, context):
     try:
         with context:
             model(sample, sample, model.config.backprop_loops + 1)[1].backward()   # with gradient and without
+        if not all(p.grad.isfinite().all() for p in model.parameters()):           # seen once: right eagerly, NaN compiled
+            raise ArithmeticError("its gradients are not finite")
         return ""
     except Exception as error:                              # any of many: no compiler, no headers, unsupported GPU
         for name in names:

@@ -1,6 +1,7 @@
 """train.py end to end on a small corpus, in this process and under torchrun."""
 
 import dataclasses
+import math
 import os
 import random
 import re
@@ -260,18 +261,22 @@ def test_compiled_training_equals_eager_training_and_r_never_recompiles(data, tm
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_without_a_compiler_training_says_so_and_runs_eagerly(data, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("reason", ["no compiler", "its gradients are not finite"])
+def test_without_a_compiler_that_works_training_says_so_and_runs_eagerly(reason, data, tmp_path, capsys, monkeypatch):
     """Oracle: the eager run, to the last bit."""
     def broken(function, **kwargs):
         def fails(*args):
-            function(*args)                                # leaves partial gradients, as a late failure does
-            raise RuntimeError("no compiler\nand a long story")
+            out = function(*args)                          # leaves partial gradients, as a late failure does
+            if reason == "no compiler":
+                raise RuntimeError("no compiler\nand a long story")
+            out.register_hook(lambda grad: grad * math.nan) if out.requires_grad else None
+            return out
         return fails
 
     eager = run(data, tmp_path / "a", "--max_steps=3")
     monkeypatch.setattr(torch, "compile", broken)
     assert same(eager, run(data, tmp_path / "b", "--max_steps=3", "--compile=True"))
-    assert capsys.readouterr().out.count("compile: not possible here (no compiler); running eagerly\n") == 1
+    assert capsys.readouterr().out.count(f"compile: not possible here ({reason}); running eagerly\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["truncated", "garbled", "empty", "folder", "other", "partial"])
