@@ -66,8 +66,8 @@ class Settings:
             raise ValueError(f"wait must be a share between 0 and 1, not {self.wait}")
         if self.rule not in ("kl", "state", "accel"):
             raise ValueError(f"rule must be 'state', 'accel' or 'kl', not {self.rule!r}")
-        if not all(size.strip().isdigit() and int(size) for size in self.batch.split(",")):
-            raise ValueError(f"batch must be slots, such as 1,8,32, not {self.batch!r}")
+        if not all(size.strip().isdecimal() and 0 < int(size) <= 4096 for size in self.batch.split(",")):
+            raise ValueError(f"batch must be numbers of slots up to 4096, such as 1,8,32, not {self.batch!r}")
 
 
 def clock_of(device):
@@ -310,6 +310,8 @@ def decode(s):
     print(f"{about}; {s.prompt_tokens} tokens in the cache, {s.tokens} decoded per slot; {rule_text} {s.rule}; "
           f"{device}, {str(dtype)[6:]}; medians of {s.repeats}\n" + " ".join(f"{k}={v}" for k, v in config.provenance(device).items()), flush=True)
 
+    if not model(torch.as_tensor(text[:1], device=device))[0].isfinite().all():
+        config.fail("the logits are not finite: there is nothing worth timing")
     depth_of = None
     if s.schedule:
         found = scheduled_depths(s.schedule, max_loops, text.shape, s.seed)    # (slots, T)

@@ -404,10 +404,11 @@ def read_prompts(values, tokenizer):
     for value in values:
         kind, colon, path = value.partition(":")
         if colon and kind in ("FILE", "LINES"):
+            config.check_file(path)
             try:
                 content = Path(path).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                config.fail(f"cannot read the prompt file {path}: {config.reason(error)}")
+                config.fail(f"cannot read the prompt file {path!r}: {config.reason(error)}")
             if kind == "FILE":
                 texts.append(content)
             elif content:

@@ -235,6 +235,7 @@ def main(argv=None):
     if s.init_from == "resume":
         if not os.path.exists(ckpt_path):
             config.fail(f"nothing to resume: {ckpt_path} is not there; leave --init_from away to start from scratch")
+        config.check_file(ckpt_path)
         try:
             config.check_bytes(ckpt_path)
             ckpt = torch.load(ckpt_path, map_location=device, weights_only=True)
@@ -257,11 +258,13 @@ def main(argv=None):
     # say what will run
     def say(line):
         if master:
-            print(line, flush=True)
-            try:
-                log_file.write(line + "\n")
-            except OSError:                                 # a full disk; the line was printed
-                pass
+            for file in (sys.stdout, log_file):
+                try:
+                    print(line, file=file, flush=True)
+                except BrokenPipeError:                     # whoever read this has gone
+                    raise
+                except OSError:                             # a full disk: no reason to end a training
+                    pass
 
     if master:
         try:

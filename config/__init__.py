@@ -34,15 +34,37 @@ def fail(message):
 
 
 def run(main):
-    """A script's main(); Ctrl-C and a reader that has gone (`| head`) end it without a traceback."""
+    """
+    A script's main(). What is nobody's bug ends it without a traceback: Ctrl-C, a reader that has gone (`| head`), a disk, an
+    output or a memory that is full. Where the output has no letter for a character, it gets a question mark.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:                     # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))
+        elif hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="replace")
+    code, said = 1, None
     try:
         main()
+        sys.stdout.flush()
+        return
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        code, said = 130, "interrupted"
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())         # nothing is left to flush to
-        sys.exit(1)
+        pass
+    except OSError as error:
+        said = f"error: {reason(error)}{f' ({error.filename})' if error.filename else ', with the output'}: make room, or write elsewhere"
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        said = "error: not enough memory: use a smaller batch, fewer slots, or a smaller model"
+    try:
+        if said:
+            print(said, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    except OSError:                                        # nothing is left to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def reason(error):
@@ -135,20 +157,21 @@ def check(Settings, key, value, where, text=None):
 def literal(text):
     """'3' -> 3, '2**18' -> 262144, 'abc' -> 'abc'."""
     try:
-        return evaluate(ast.parse(text.strip(), mode="eval").body, {})
+        return evaluate(ast.parse(text.strip()[:10_000], mode="eval").body, {})
     except (ValueError, SyntaxError, TypeError, ArithmeticError, RecursionError, MemoryError):
         return text
 
 
 def read_file(path, names):
     """The assignments of a configuration file -> dict. Its right-hand sides may use keys assigned or known before."""
+    check_file(path)
     try:
         with open(path, encoding="utf-8") as f:
             tree = ast.parse(f.read())
     except OSError as error:
         fail(f"cannot read the configuration file {path}: {error.strerror}")
-    except (SyntaxError, ValueError) as error:
-        fail(f"{path} is not a configuration file: {error}")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        fail(f"{path} is not a configuration file: {reason(error)}")
     values = {}
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -166,10 +189,16 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
              ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.USub: operator.neg}
 
 
+def bounded(value):
+    if isinstance(value, int) and value.bit_length() > 1024:
+        raise ValueError("a number beyond 2**1024")
+    return value
+
+
 def evaluate(node, names):
-    """A literal, a known name, or + - * / // ** of these; anything else raises ValueError."""
+    """A literal, a known name, or + - * / // ** of these; anything else, and a number beyond 2**1024, raises ValueError."""
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str, bool)):
-        return node.value
+        return bounded(node.value)
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
@@ -178,7 +207,7 @@ def evaluate(node, names):
         a, b = evaluate(node.left, names), evaluate(node.right, names)
         if isinstance(a, str) or isinstance(b, str) or isinstance(node.op, ast.Pow) and abs(b) > 64:
             raise ValueError("only arithmetic on plain numbers is allowed")
-        return OPERATORS[type(node.op)](a, b)
+        return bounded(OPERATORS[type(node.op)](a, b))
     raise ValueError(f"{ast.unparse(node)!r} is not a literal or simple arithmetic on known names")
 
 
@@ -209,6 +238,12 @@ def pick_dtype(name, device):
     return getattr(torch, name or ("bfloat16" if has_bf16 else "float32"))
 
 
+def check_file(path):
+    """End the script if this is there and no file: a folder cannot be read, a pipe or device might never end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        fail(f"{path} is not a file")
+
+
 def check_bytes(path):
     """Raises if the bytes of a checkpoint, which is a zip file, do not have the checksums that were written with them."""
     with zipfile.ZipFile(path) as file:
@@ -219,10 +254,13 @@ def check_bytes(path):
 
 def load_model(path, device="cpu"):
     """-> a checkpoint's model (float32, evaluation mode) and the checkpoint; or one line and exit code 2."""
+    check_file(path)
     try:
         check_bytes(path)
         model, ckpt = load_checkpoint(path, device)
-        ckpt["settings"]["data"], ckpt["data"]["tokenizer"], ckpt["step"]
+        for value, kind in ((ckpt["settings"]["data"], str), (ckpt["data"]["tokenizer"], str), (ckpt["step"], int)):
+            if type(value) is not kind:
+                raise TypeError(f"{value!r} should be of type {kind.__name__}")
     except FileNotFoundError:
         fail(f"no checkpoint at {path}: python train.py writes one, --ckpt= says where")
     except Exception as error:                             # torch's, pickle's, zip's: a garbled file can raise anything
@@ -266,8 +304,11 @@ def write_whole(path, write):
 def check_writable(*paths):
     """End the script now rather than after the work, if these files could not be written."""
     for path in map(str, paths):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
-            fail(f"cannot write {path}: it is a folder, or its folder is closed to you")
+        folder = os.path.dirname(path) or "."
+        if not os.path.isdir(folder):
+            fail(f"cannot write {path}: {folder} is not a folder")
+        if os.path.lexists(path) and not os.path.isfile(path) or not os.access(folder, os.W_OK):
+            fail(f"cannot write {path}: it is something else than a file, or its folder is closed to you")
 
 
 def provenance(device):

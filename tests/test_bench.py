@@ -115,7 +115,7 @@ def test_scoring_is_timed_for_all_ways_and_its_bound_counts_flops(tmp_path):
 
 MISTAKES = {(): "say what to time", ("train", "--vs=gpt2"): "--vs=gpt2 must be", ("train", "--vs=nanogpt:nowhere.py"): "must be name:PATH",
             ("train", "--config=nowhere.py"): "nowhere.py", ("train", "--vs=nanogpt:config/tiny.py"): "cannot be timed", ("skip",): "--schedule=0",
-            ("gpu", "--device=cpu"): "no CUDA device", ("sleep",): "say what to time", ("decode", "--batch=0"): "batch must be slots", ("decode", "--wait=2"): "wait must be",
+            ("gpu", "--device=cpu"): "no CUDA device", ("sleep",): "say what to time", ("decode", "--batch=0"): "batch must be numbers of slots", ("decode", "--wait=2"): "wait must be",
             ("decode", "--ckpt=nowhere.pt"): "no checkpoint", ("decode", "--config=config/tiny.py"): "--config goes with --schedule",
             ("decode", "--config=config/tiny.py", "--schedule=99"): "--schedule=99 must lie", ("decode", "--config=config/tiny.py", "--schedule=2",
             "--tokens=250"): "exceed the context"}

@@ -419,3 +419,69 @@ def test_nasty_command_lines_are_refused_with_a_line_or_mean_something(tmp_path,
     tried, refused = len(cases), lines.count("refused")
     assert refused > tried / 4 and sum(line.startswith("error: ") for line in lines) <= refused
     say(capsys, f"nasty command lines: tried {tried}, refused {refused}, tracebacks 0")
+
+
+CONFIGS = {"nested powers": "max_steps = ((9**64)**64)**64", "many terms": "max_steps = " + "+".join("1" * 20_000), "many signs": "max_steps = " + "-" * 20_000 + "1",
+           "a long number": "max_steps = " + "9" * 6000, "deep brackets": "max_steps = " + "(" * 5000 + "1" + ")" * 5000, "a product": "max_steps = " + "*".join(["9**64"] * 99)}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_arithmetic_that_explodes_is_refused_in_a_file_and_on_the_command_line(kind, tmp_path):
+    """Oracle: one line, exit code 2, at once; the same expression as a value too."""
+    (tmp_path / "c.py").write_text(CONFIGS[kind])
+    for i, argv in enumerate(([f"{tmp_path}/c.py"], ["--max_steps" + CONFIGS[kind].removeprefix("max_steps ").replace(" ", "")])):
+        log = tmp_path / f"log{i}"
+        assert ended(fork(log, config.parse, train.Settings, "", argv), log, seconds=20) == 2
+        assert log.read_text().startswith("error: ") and log.read_text().count("\n") == 1
+
+
+OUTPUTS = {"closed": ">&-", "both closed": ">&- 2>&-", "full": "> /dev/full", "ascii": "", "gone": "| true"}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_an_output_that_cannot_take_a_line_brings_no_traceback(kind, trained, tmp_path):
+    """A checkpoint in a folder whose name ASCII does not have, and text of a model that says anything."""
+    (tmp_path / "é🙂").mkdir()
+    shutil.copy(trained / "out/ckpt.pt", tmp_path / "é🙂/ckpt.pt")
+    command = f"{sys.executable} sample.py '--ckpt={tmp_path}/é🙂/ckpt.pt' --prompt=Käse --max_new_tokens=30 {OUTPUTS[kind]}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, timeout=90, stdin=subprocess.DEVNULL,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii" if kind == "ascii" else "utf-8"})
+    said = done.stderr.decode()
+    assert "Traceback" not in said and "Exception ignored" not in said, said
+    assert done.returncode == {"full": 1}.get(kind, 0), (done.returncode, said)
+    assert ("No space left" in said and said.count("\n") == 1) if kind == "full" else not said
+
+
+@pytest.mark.parametrize("what", ["ckpt", "prompt", "config", "resume", "html"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_no_file_is_refused_and_never_waited_for(kind, what, trained, tmp_path):
+    path = tmp_path / ("thing.py" if what == "config" else "ckpt.pt" if what == "resume" else "thing.html")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    ckpt = trained / "out/ckpt.pt"
+    argv = {"ckpt": [f"--ckpt={path}"], "prompt": [f"--ckpt={ckpt}", f"--prompt=FILE:{path}"], "html": [f"--ckpt={ckpt}", f"--html={path}"],
+            "config": [str(path)], "resume": training(trained / "data", tmp_path, "--init_from=resume")}[what]
+
+    def main():
+        sys.argv = ["sample.py", *argv]
+        train.main(argv) if what == "resume" else sample.main()
+
+    log = tmp_path / "log"
+    assert ended(fork(log, main), log, seconds=30) == 2
+    assert str(path) in log.read_text() and log.read_text().count("error: ") == 1
+
+
+def test_too_little_memory_is_said_in_one_line(trained, tmp_path):
+    """An address space that holds the model, not what it is asked to compute."""
+    def main():
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + 2**26, now + 2**26))
+        train.main(training(trained / "data", tmp_path / "out", "--batch_size=20000"))
+
+    log = tmp_path / "log"
+    assert ended(fork(log, main), log) == 1
+    assert "not enough memory" in log.read_text()
