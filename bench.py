@@ -139,7 +139,7 @@ def peak_flops(shapes, dtype, device):
 
 
 def train(s):
-    """Tokens per second of whole training steps: forward, backward, clipping, AdamW; all loops up to backprop_loops with gradient."""
+    """Tokens per second of whole training steps: forward, backward, clipping, AdamW (and once Muon, as train.py has it)."""
     device = config.pick_device(s.device)
     dtype = config.pick_dtype(s.dtype, device)
     context = torch.autocast(device.split(":")[0], dtype) if dtype == torch.bfloat16 else nullcontext()
@@ -155,17 +155,22 @@ def train(s):
 
     runs, memory = {}, {}
 
-    def add(name, model, loss_of):
+    def add(name, model, loss_of, optimizer="adamw"):
         """One more way to make a step; its first comes now, since it compiles."""
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.startswith(("cuda", "cpu")))
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.startswith(("cuda", "cpu")))]
+        if optimizer == "muon":
+            optimizers = trainer.make_optimizers(model, trainer.Settings(optimizer="muon"), device, dtype)
+            for group in optimizers[0].param_groups + optimizers[1].param_groups:
+                group["lr"] = 1e-5
 
         def step():
             with context:
                 loss = loss_of(model, x, y)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
 
         step()
         if device.startswith("cuda"):
@@ -182,7 +187,9 @@ def train(s):
     print(f"compile: not possible here ({failure[:100]})" if failure else f"compiled in {time.time() - started:.0f} s", flush=True)
     if not failure:
         add("compiled", compiled, loss_of)
+        add("compiled, Muon", compiled, loss_of, "muon")
     add("eager", model, loss_of)
+    ours = set(runs)
     for name, peer, peer_loss in peers:
         peer.to(device).train()
         add(f"{name} eager", peer, peer_loss)
@@ -198,9 +205,9 @@ def train(s):
     lines = []
     for name in runs:
         t, ratio = statistics.median(seconds[name]), config.speedup(seconds[name], seconds[first])
-        mfu = f"{work / t / peak:.0%}" if name in ("eager", "compiled") else ""
+        mfu = f"{work / t / peak:.0%}" if name in ours else ""
         print(f"{name:>18}{1e3 * t:>10.0f}{tokens / t:>12,.0f}{mfu:>8}{ratio:>27.2f}x" + (f"{memory[name]:>8.1f}" if memory else ""))
-        lines.append(f"train_{name.replace(' ', '_')}: tokens_per_second {tokens / t:.1f} {first}_over_it {ratio:.3f}"
+        lines.append(f"train_{name.replace(', ', '_').replace(' ', '_')}: tokens_per_second {tokens / t:.1f} {first}_over_it {ratio:.3f}"
                      + (f" mfu {work / t / peak:.4f}" if mfu else "") + (f" peak_memory_gib {memory[name]:.3f}" if memory else ""))
     print("\n" + "\n".join(lines))
 

@@ -49,7 +49,7 @@ class Settings(LoopConfig):
     warmup_steps: int = 1000     # linear from 0
     schedule: str = "trapezoid"  # "trapezoid": constant, then linear decay; or "cosine"
     decay_fraction: float = 0.2  # last share of the steps that the trapezoid decays over
-    optimizer: str = "adamw"     # "adamw", or "muon" for the matrices of adapter and blocks, and AdamW for the rest
+    optimizer: str = "muon"      # "muon" for the matrices of adapter and blocks, AdamW for the rest; or "adamw" for all
     muon_factor: float = 1.0     # Muon's learning rate is learning_rate times this; its updates are as large as AdamW's
     beta1: float = 0.9           # AdamW
     beta2: float = 0.95          # AdamW
@@ -130,19 +130,57 @@ def learning_rate(step, s):
     return s.min_lr + (s.learning_rate - s.min_lr) * max(0.0, min(1.0, left))
 
 
-def make_optimizers(model, s, device):
-    """[AdamW], or [AdamW, Muon]. Each group's learning rate is the schedule's times its "factor"."""
+def orthogonalize(m, steps=5):
+    """
+    m = u s v^T -> about u v^T: all singular values are brought near 1 by a polynomial of m m^T that needs matrix products only
+    (Newton-Schulz; the coefficients are those of Muon, steep at 0 rather than exact at 1: 0.7 to 1.2).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = m.T if m.shape[0] > m.shape[1] else m
+    x = x / x.norm().clamp_min(1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if m.shape[0] > m.shape[1] else x
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Momentum whose step is made orthogonal (kellerjordan.github.io/posts/muon), for matrices; its size, root mean square 0.2, is
+    AdamW's. As torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which knows bfloat16 only: where a processor has no
+    such products, a step of config/tiny.py would take 8 seconds.
+    """
+
+    def __init__(self, params, dtype, weight_decay, momentum=0.95):
+        super().__init__(params, dict(lr=0.0, weight_decay=weight_decay, momentum=momentum))
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                mean = state["momentum"].lerp_(p.grad, 1 - momentum)
+                update = orthogonalize(p.grad.lerp(mean, momentum).to(self.dtype))             # Nesterov's look ahead
+                p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * 0.2 * max(p.shape) ** 0.5)
+
+
+def make_optimizers(model, s, device, dtype):
+    """[AdamW], or [AdamW, Muon]. Each group's learning rate is the schedule's times its "factor". dtype: see Muon."""
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.wte.weight]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": [model.wte.weight], "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if s.optimizer == "adamw":
         groups[0]["params"] += matrices
     optimizers = [torch.optim.AdamW(groups, betas=(s.beta1, s.beta2), fused=device.startswith(("cuda", "cpu")))]
-    if s.optimizer == "muon":                              # an update's root mean square is made that of AdamW, about 0.2
-        optimizers.append(torch.optim.Muon(matrices, weight_decay=s.weight_decay, adjust_lr_fn="match_rms_adamw"))
+    if s.optimizer == "muon":
+        optimizers.append(Muon(matrices, dtype, s.weight_decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["factor"] = s.muon_factor if isinstance(optimizer, torch.optim.Muon) else 1.0
+            group["factor"] = s.muon_factor if isinstance(optimizer, Muon) else 1.0
     return optimizers
 
 
@@ -229,7 +267,7 @@ def main(argv=None):
         model = LoopLM(model_config).to(device)
     except (RuntimeError, MemoryError, TypeError, OverflowError) as error:     # torch's words for too large
         config.fail(f"a model of this size cannot be made here ({config.reason(error)[:100]}): choose a smaller one")
-    optimizers = make_optimizers(model, s, device)
+    optimizers = make_optimizers(model, s, device, dtype)
     ckpt_path, step, losses = os.path.join(s.out, "ckpt.pt"), 0, {}
     lock = FileLock(os.path.join(s.out, ".lock"), is_singleton=True)
     if s.init_from == "resume":
