@@ -217,7 +217,7 @@ def train(s):
 
 @torch.inference_mode()
 def skip(s):
-    """Uniform depth, eager and compiled, against `skip` with drawn depths: exact sizes, and the captured steps (on CUDA as graphs)."""
+    """Uniform depth, eager, compiled and captured, against `skip` with drawn depths: exact sizes, and the captured steps (on CUDA as graphs)."""
     device = config.pick_device(s.device)
     dtype = config.pick_dtype(s.dtype or "float32", device)
     torch.set_float32_matmul_precision("highest")                              # no TF32
@@ -233,12 +233,13 @@ def skip(s):
     compiled = copy.copy(model)
     compiled.loop_step = torch.compile(compiled.loop_step, dynamic=False)
 
-    def halting(how, **kwargs):
-        out = how(x, Halting(s.rule, 0.0, drawn), max_loops, **kwargs)[0]
-        return out if s.rule == "kl" else model.readout(out)
+    def halting(how, rule=s.rule, schedule=drawn, **kwargs):
+        out = how(x, Halting(rule, 0.0, schedule), max_loops, **kwargs)[0]
+        return out if rule == "kl" else model.readout(out)
 
     depth = np.full(1, max_loops), drawn.cpu().numpy()
     runs = {"uniform": (0, lambda: model(x, n_loops=max_loops)), "uniform compiled": (0, lambda: compiled(x, n_loops=max_loops)),
+            "uniform captured": (0, lambda: halting(model._skip_captured, "state", torch.full_like(drawn, max_loops))),
             "skip": (1, lambda: halting(model._skip)), "skip captured": (1, lambda: halting(model._skip_captured)),
             "skip captured, late": (1, lambda: halting(model._skip_captured, late=1))}
     seconds = config.interleaved({name: run for name, (_, run) in runs.items()}, s.repeats, clock_of(device))

@@ -106,7 +106,7 @@ def test_scoring_is_timed_for_all_ways_and_its_bound_counts_flops(tmp_path):
     done = run("skip", f"--config={tmp_path}/shape.py", "--schedule=2.5", "--batch_size=2", "--repeats=1", "--rule=kl")
     assert done.returncode == 0, done.stderr
     rows = {name: dict(re.findall(r"(\w+) ([\d.]+)", rest)) for name, rest in re.findall(r"^(skip_\S+): (.*)$", done.stdout, re.MULTILINE)}
-    assert set(rows) == {"skip_uniform", "skip_uniform_compiled", "skip_skip", "skip_skip_captured", "skip_skip_captured_late"}
+    assert set(rows) == {"skip_uniform", "skip_uniform_compiled", "skip_uniform_captured", "skip_skip", "skip_skip_captured", "skip_skip_captured_late"}
     mean = float(re.search(r"depths of mean ([\d.]+)", done.stdout)[1])
     c = LoopConfig(block_size=32, n_embd=32, n_head=2, n_kv_head=1, n_hidden=64, vocab_size=300)
     prelude, loop, readout = LoopLM(c).flops_per_token(32)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import model as M
 from model import CrossEntropy, Halting, LoopConfig, LoopLM, LoopStep, accel_signal, kl_signal, state_signal
 
 TINY = dict(block_size=24, vocab_size=97, n_embd=32, n_head=4, n_kv_head=2, n_hidden=48, n_prelude=1, n_core=2, n_coda=1,
@@ -95,6 +96,20 @@ def test_the_chunked_cross_entropy_equals_the_plain_one(at_once, monkeypatch):
     assert CrossEntropy.apply(h, weight, targets, False).item() == pytest.approx(oracle.item() * (targets >= 0).sum().item(), rel=1e-6)
     for ours, theirs in zip((h, weight), double):
         assert (ours.grad - theirs.grad).norm() < 1e-5 * theirs.grad.norm()
+
+
+def test_training_computes_what_evaluation_computes_with_the_gradients_of_joint_matrices():
+    """Oracle: the model without gradients, whose projections are joint; and in float64 the gradients through torch's own joint product."""
+    idx, model = tokens(), make().double()
+    with torch.no_grad():
+        joint = model(idx)[0]
+    assert torch.allclose(model(idx)[0], joint, atol=1e-12)
+    gradients = []
+    for project in (M.project, lambda x, weight, sizes: F.linear(x, weight).split(sizes, dim=-1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(M, "project", project)
+            gradients.append(torch.autograd.grad(model(idx, idx.roll(-1, 1))[1], list(model.parameters())))
+    assert all((a - b).norm() <= 1e-6 * b.norm() for a, b in zip(*gradients))
 
 
 @pytest.mark.parametrize("n_loops", [1, 2, 5])
