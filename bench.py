@@ -10,7 +10,7 @@ How fast is it? Ratios within a round of A B A B, medians over the rounds; run n
 """
 
 import copy
-import importlib.util
+import importlib
 import json
 import statistics
 import subprocess
@@ -116,16 +116,15 @@ def load_peer(text, c, loops):
     name, _, path = text.partition(":")
     if name not in PEERS or not Path(path).is_file():
         config.fail(f"--vs={text} must be name:PATH of a file, with one of the names {', '.join(PEERS)}")
-    sys.path.insert(0, str(Path(path).parent))             # a peer's files may import each other
+    folder = Path(path).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]       # a peer's files import each other, by name or as one package
     try:
-        spec = importlib.util.spec_from_file_location(f"peer_{name}", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = importlib.import_module(f"{folder.name}.{Path(path).stem}")
         return name, *PEERS[name](module, c, loops)
     except Exception as error:                             # a stranger's code may fail in any way
         config.fail(f"{path} cannot be timed ({type(error).__name__}: {config.reason(error)[:150]})")
     finally:
-        sys.path.pop(0)
+        del sys.path[:2]
 
 
 def peak_flops(shapes, dtype, device):
