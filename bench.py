@@ -6,10 +6,11 @@ How fast is it? Ratios within a round of A B A B, medians over the rounds; run n
     python bench.py skip --config=config/loop135m.py --schedule=4.94               # scoring, random weights, drawn depths of this mean
     python bench.py decode --ckpt=out/ckpt.pt                                      # generation, lockstep and continuous
     python bench.py decode --config=config/loop135m.py --schedule=4.94
-    python bench.py gpu                                                            # all that a new GPU should be asked, in 8 minutes
+    python bench.py gpu                                                            # all that a new GPU should be asked
 """
 
 import copy
+import gc
 import importlib
 import json
 import statistics
@@ -156,6 +157,8 @@ def train(s):
 
     def add(name, model, loss_of, optimizer="adamw"):
         """One more way to make a step; its first comes now, since it compiles."""
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        others = torch.cuda.memory_allocated() - weights if device.startswith("cuda") else 0   # what the ways before this one keep
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.startswith(("cuda", "cpu")))]
         if optimizer == "muon":
             optimizers = trainer.make_optimizers(model, trainer.Settings(optimizer="muon"), device, dtype)
@@ -175,7 +178,7 @@ def train(s):
         if device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats()
             step()
-            memory[name] = torch.cuda.max_memory_allocated() / 2**30
+            memory[name] = (torch.cuda.max_memory_allocated() - others) / 2**30
         runs[name] = step
 
     peers = [load_peer(text.strip(), c, loops) for text in s.vs.split(",") if text]
@@ -231,6 +234,11 @@ def skip(s):
           + " ".join(f"{k}={v}" for k, v in config.provenance(device).items()), flush=True)
     compiled = copy.copy(model)
     compiled.loop_step = torch.compile(compiled.loop_step, dynamic=False)
+    try:
+        compiled(x, n_loops=1)
+    except Exception as error:                             # no compiler, no headers, unsupported GPU
+        print(f"compile: not possible here ({config.reason(error)[:100]})")
+        compiled = None
 
     def halting(how, rule=s.rule, schedule=drawn, **kwargs):
         out = how(x, Halting(rule, 0.0, schedule), max_loops, **kwargs)[0]
@@ -241,6 +249,8 @@ def skip(s):
             "uniform captured": (0, lambda: halting(model._skip_captured, "state", torch.full_like(drawn, max_loops))),
             "skip": (1, lambda: halting(model._skip)), "skip captured": (1, lambda: halting(model._skip_captured)),
             "skip captured, late": (1, lambda: halting(model._skip_captured, late=1))}
+    if compiled is None:
+        del runs["uniform compiled"]
     seconds = config.interleaved({name: run for name, (_, run) in runs.items()}, s.repeats, clock_of(device))
     parts, lines = model.flops_per_token(c.block_size), []
     bound = flops("A0", depth[0], c, parts) / flops(f"A1_{s.rule}", depth[1], c, parts)
@@ -384,6 +394,7 @@ def gpu(s):
             ends[name] = f"{time.time() - started:.0f} s"
         except (Exception, SystemExit) as error:
             ends[name] = f"FAILED after {time.time() - started:.0f} s: {type(error).__name__}: {config.reason(error)[:300]}"
+        gc.collect()
         torch.cuda.empty_cache()
     print("\n=== summary ===\n" + "\n".join(f"{name}: {end}" for name, end in ends.items()))
     if any(end.startswith("FAILED") for end in ends.values()):

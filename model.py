@@ -14,12 +14,14 @@ The architecture follows Huginn (arXiv 2502.05171), the halting rule `kl` and th
 (arXiv 2607.14427), the rule `accel` Two-Scale Latent Dynamics (arXiv 2509.23314).
 """
 
+import gc
 import math
 from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
 import torch.nn as nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -177,6 +179,7 @@ class CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, scale):
         dh, dw = ctx.saved_tensors
         return dh * scale, dw * scale, None, None
@@ -289,6 +292,9 @@ class LoopLM(nn.Module):
             with torch.set_grad_enabled(learns):
                 s = self.loop_step(s.requires_grad_() if learns else s, e)     # so all loops compile to one graph
         return (self.readout(s), None) if targets is None else (None, self.loss(s, targets))
+
+    def __getstate__(self):
+        return {**self.__dict__, "buckets": {}}            # a copy captures its own graphs
 
     def flops_per_token(self, T):
         """
@@ -403,12 +409,11 @@ class LoopLM(nn.Module):
             halting.keep(stay)
         return out.view(B, T, -1), depth.view(B, T), core + coda
 
-
     def _skip_captured(self, idx, halting, max_loops, late=0):
         """The same by replaying captured loop steps over padded sizes, see Buckets. -> what was left, depth."""
-        key = (*idx.shape, halting.rule, self.wte.weight.data_ptr(), self.wte.weight.dtype)
-        if key not in self.buckets:                        # weights that moved leave graphs without use
-            self.buckets = {k: v for k, v in self.buckets.items() if k[3:] == key[3:]}
+        key = (*idx.shape, halting.rule, *(p.data_ptr() for p in self.parameters()))
+        if key not in self.buckets:                        # graphs of other shapes, or of weights that have moved, make room
+            self.buckets = {k: v for k, v in self.buckets.items() if k[:2] + k[3:] == key[:2] + key[3:]}
             self.buckets[key] = Buckets(self, halting.rule, *idx.shape)
         e = self.prelude(idx)
         return self.buckets[key](e, self.initial_state(e), halting.eps, max_loops, halting.schedule, late)
@@ -581,10 +586,10 @@ class LoopStep:
 
     keys: (k, v), (B, H_kv, T, h) each, for each block of the core, and of the coda if the rule reads out.
     """
-    pool = None                                            # the graphs' temporary memory; they never run side by side
 
-    @torch.inference_mode()
-    def __init__(self, model, rule, N, columns, keys):
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, model, rule, N, columns, keys, pool=None):
         c, like, self.device = model.config, model.wte.weight, model.wte.weight.device
         self.model, self.halting, self.columns = model, Halting(rule, 0.0), columns
         self.B, _, self.T, h = keys[0][0].shape
@@ -593,7 +598,7 @@ class LoopStep:
         self.s, self.e = like.new_zeros(2, N, c.n_embd)
         self.rope = torch.zeros(2, N, 1, h, device=self.device)
         self.b, self.t, self.column, self.loops, self.schedule = torch.zeros(5, N, dtype=torch.long, device=self.device)
-        self.b.copy_(torch.arange(N) % self.B)             # no two tokens ever stand at one place: each writes there
+        self.b.copy_(torch.arange(N, device=self.device) % self.B)             # no two tokens ever stand at one place: each writes there
         self.active = torch.zeros(N, dtype=torch.bool, device=self.device)
         logits = like.new_zeros(N, c.vocab_size) if self.halting.reads else None
         self.result = self.s if logits is None else logits                     # what a token leaves when it halts
@@ -603,11 +608,10 @@ class LoopStep:
         # Query heads that share a key head are stacked as more rows, whose mask is therefore repeated.
         self.visible = torch.zeros(self.B, 1, c.n_head // c.n_kv_head, columns, self.T, dtype=torch.bool, device=self.device)
         self.count = torch.zeros(self.B, dtype=torch.long, pin_memory=self.device.type == "cuda")
-        self.graph, self.replays = None, []
+        self.graph, self.pool, self.replays = None, pool, []
 
-    @torch.inference_mode()
     def limit(self, eps, max_loops):
-        self.eps.fill_(eps)
+        self.eps.fill_(min(eps, torch.finfo(torch.float32).max))
         self.max_loops.fill_(max_loops)
 
     def step(self):
@@ -622,6 +626,7 @@ class LoopStep:
         below = self.halting(new, self.s, logits)
         for bank, value in zip(self.memory, self.halting.memory or ()):
             bank.copy_(value)
+        self.halting.memory = None
         self.s.copy_(torch.where(active[:, None], new, self.s))
         self.loops += active
         halts = torch.where(self.schedule > 0, self.loops >= self.schedule, below) | (self.loops >= self.max_loops)
@@ -645,6 +650,7 @@ class LoopStep:
         y = F.scaled_dot_product_attention(rows, k_all, v_all, self.visible.flatten(2, 3))
         return y.reshape(self.B, q.shape[1], self.columns, -1)[self.b, :, self.column]           # (N, H, h)
 
+    @torch.no_grad()
     def replay(self):
         if self.device.type != "cuda":
             return self.step()
@@ -655,8 +661,9 @@ class LoopStep:
         self.replays[-1].record()
 
     def capture(self):
-        """Record `step`. The runs that warm up must not be seen: nobody is active meanwhile, so only the memory changes."""
-        active, memory = self.active.clone(), [bank.clone() for bank in self.memory]
+        """Record `step`. The runs that warm up must not be seen: nobody is active meanwhile, and what they do write is put back."""
+        gc.collect()                                       # what dies during a capture could spoil it
+        kept = [(x, x.clone()) for x in (self.active, self.count, *self.memory)]
         self.active.zero_()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -664,56 +671,71 @@ class LoopStep:
             self.step()
             self.step()
         torch.cuda.current_stream().wait_stream(side)
-        self.graph, LoopStep.pool = torch.cuda.CUDAGraph(), LoopStep.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(self.graph, pool=LoopStep.pool):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
             self.step()
-        self.active.copy_(active)
-        for bank, before in zip(self.memory, memory):
-            bank.copy_(before)
+        torch.cuda.synchronize()
+        for x, before in kept:
+            x.copy_(before)
+        self.graph = graph
 
-    def put(self, b, t, schedule):
-        """In decoding, where each sequence has one token: those of sequences b (n,) stand at positions t (n,) and begin to loop."""
-        self.t[b], self.schedule[b] = t, torch.tensor(schedule, device=self.device)
-        self.rope[:, b] = torch.stack((self.model.cos, self.model.sin))[:, t]
+    def forget(self, rows):
+        """What the rule remembers of these tokens compares with nothing."""
+        for bank in self.memory:
+            bank[rows] = False if bank.dtype == torch.bool else math.nan
+
+    def put(self, slots, b, t, rope, depths):
+        """
+        In decoding, where each sequence has one token: those of sequences b (n,), also as a list, stand at positions t (n,), with
+        rope (2, n, 1, h), and begin to loop; depths, if not None: a list of where to halt instead.
+        """
+        self.t[b], self.rope[:, b] = t, rope
         self.visible[b] = (torch.arange(self.T, device=self.device) <= t[:, None])[:, None, None, None]
+        self.schedule[b] = 0 if depths is None else torch.tensor(depths, device=self.device).clamp_min(1)
         self.active[b], self.loops[b] = True, 0
-        count = self.count.clone()
-        count[b.cpu()] = 1
-        self.start(count)
+        self.forget(b)
+        self.wait()
+        self.count[slots] = 1
 
-    def start(self, count):
-        """Before other tokens' first replay: so many of each sequence are active. No replay may still have a word in it."""
+    def wait(self):
+        """Until no replay has a word in `count` any more."""
         for replay in self.replays:
             replay.synchronize()
         self.replays = []
+
+    def start(self, count):
+        """Before other tokens' first replay: so many of each sequence are active."""
+        self.wait()
         self.count.copy_(count)
 
     def counts(self, late=1):
         """
-        Active tokens of each sequence, numpy (B,), after the last replay but `late`, or later: never fewer than there are
-        now. With late = 1 the GPU has the next replay before it while the host reads. One loop too many does no harm.
+        Active tokens of each sequence, numpy (B,), after the last replay (late = 0) or the one before it, or later: never fewer than
+        there are now. With late = 1 the GPU has a replay before it while the host reads. One loop too many does no harm.
         """
         if len(self.replays) > late:
             self.replays[-1 - late].synchronize()
-        return self.count.numpy()
+        return self.count.numpy().copy()                   # the next replay writes there
 
 
 class Buckets:
     """The mode `skip` by captured steps: as tokens halt, the others move to smaller and smaller buffers."""
 
-    @torch.inference_mode()
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, model, rule, B, T):
         c, reads = model.config, rule == "kl"
         h = c.n_embd // c.n_head
         self.model, self.rule, self.B, self.T, self.steps = model, rule, B, T, {}
+        self.pool = torch.cuda.graph_pool_handle() if model.wte.weight.is_cuda else None           # the graphs never run side by side
         self.keys = [model.wte.weight.new_zeros(2, B, c.n_kv_head, T, h).unbind() for _ in range(c.n_core + reads * c.n_coda)]
 
     def step(self, N, columns):
         if (N, columns) not in self.steps:
-            self.steps[N, columns] = LoopStep(self.model, self.rule, N, columns, self.keys)
+            self.steps[N, columns] = LoopStep(self.model, self.rule, N, columns, self.keys, self.pool)
         return self.steps[N, columns]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, e, s, eps, max_loops, schedule=None, late=0):
         """
         e and s_0 (B, T, d), depths (B, T) to halt at instead -> what the tokens left (B, T, d or V), depth (B, T).
@@ -728,9 +750,8 @@ class Buckets:
         step.rope.copy_(torch.stack(self.model.rope(self.T))[:, step.t])
         step.active.fill_(True), step.loops.zero_()
         step.start(torch.full((self.B,), self.T))
-        step.schedule.zero_() if schedule is None else step.schedule.copy_(schedule.flatten())
-        for bank, blank in zip(step.memory, step.halting.blank_memory(step.s, step.result)):
-            bank.copy_(blank)
+        step.schedule.zero_() if schedule is None else step.schedule.copy_(schedule.flatten().clamp_min(1))
+        step.forget(slice(None))
         out, depth = torch.empty_like(step.result), torch.empty_like(step.loops)
         while True:
             step.replay()
@@ -740,7 +761,7 @@ class Buckets:
                 continue
             out[rows], depth[rows] = step.result, step.loops
             if not counts.any():
-                return out.view(self.B, self.T, -1).clone(), depth.view(self.B, self.T).clone()
+                return out.view(self.B, self.T, -1), depth.view(self.B, self.T)
             step, rows = self.move(step, rows, self.step(*smaller))
             step.limit(eps, max_loops)
 

@@ -176,7 +176,8 @@ class Decoder:
         for bank in self.memory or ():                     # a signal that compares with nothing is not below eps
             bank[rows] = False if bank.dtype == torch.bool else float("nan")
         if self.step:
-            self.step.put(rows, self.places.positions, [self.depth_of(*at) if self.depth_of else 0 for at in zip(slots, positions)])
+            depths = self.depth_of and [self.depth_of(*at) for at in zip(slots, positions)]
+            self.step.put(slots, rows, self.places.positions, torch.stack(rope), depths)
         self.running += slots
 
     def loop(self):
@@ -185,7 +186,8 @@ class Decoder:
         if self.step:
             self.step.replay()
             left = self.step.counts()
-            self.running, self.halted = [slot for slot in slots if left[slot]], self.halted + [slot for slot in slots if not left[slot]]
+            self.running = [slot for slot in slots if left[slot]]
+            self.halted += [slot for slot in slots if not left[slot]]
             return
         rows, rope = self.place(slots)
         previous = self.s[rows]

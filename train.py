@@ -132,7 +132,7 @@ def learning_rate(step, s):
 
 def orthogonalize(m, steps=5):
     """
-    m = u s v^T -> about u v^T: all singular values are brought near 1 by a polynomial of m m^T that needs matrix products only
+    m = u s v^T -> about u v^T: all but the smallest singular values are brought near 1 by a polynomial of m m^T that needs matrix products only
     (Newton-Schulz; the coefficients are those of Muon, steep at 0 rather than exact at 1: 0.7 to 1.2).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 if not state:
                     state["momentum"] = torch.zeros_like(p)
@@ -289,7 +289,10 @@ def main(argv=None):
             config.fail(f"{ckpt_path} was trained on other data than {s.data} holds: name its own with --data=")
         model.load_state_dict(ckpt["model"])
         for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
+            settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
             optimizer.load_state_dict(state)
+            for group, now in zip(optimizer.param_groups, settings):           # decay, betas, factor: as asked for now
+                group.update(now)
     elif master and os.path.exists(ckpt_path):
         config.fail(f"{ckpt_path} exists: --init_from=resume goes on from it, another --out= keeps it, or remove it")
 

@@ -221,6 +221,8 @@ def pick_device(name):
         if not re.fullmatch(r"cpu|mps|cuda(:\d+)?|", name):
             raise RuntimeError
         torch.empty(1, device=name or best)
+        if name.startswith("cuda:"):
+            torch.cuda.set_device(name)                    # streams and graphs go to the current device
     except (RuntimeError, AssertionError, NotImplementedError):
         fail(f"there is no device {name!r} here; leave --device away to use {best!r}")
     return name or best

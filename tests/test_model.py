@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import model as M
-from model import CrossEntropy, Halting, LoopConfig, LoopLM, LoopStep, accel_signal, kl_signal, state_signal
+from model import CrossEntropy, Halting, LoopConfig, LoopLM, LoopStep, accel_signal, bucket, kl_signal, state_signal
 
 TINY = dict(block_size=24, vocab_size=97, n_embd=32, n_head=4, n_kv_head=2, n_hidden=48, n_prelude=1, n_core=2, n_coda=1,
             mean_loops=4)
@@ -351,17 +351,18 @@ def test_skip_equals_freeze(rule, trial):
 @pytest.fixture
 def late_counts(monkeypatch):
     """On a CPU a loop step's counts are never late; here they are those of earlier replays, as on a GPU that is behind."""
-    replay, start = LoopStep.replay, LoopStep.start
+    replay, wait = LoopStep.replay, LoopStep.wait
 
-    def remember(step, count):
-        start(step, count)
-        step.past = [count.clone()]
+    def forgetting(step):
+        wait(step)
+        step.past = []
 
     def remembering(step):
+        step.past = step.past or [step.count.clone()]
         replay(step)
         step.past.append(step.count.clone())
 
-    monkeypatch.setattr(LoopStep, "start", remember)
+    monkeypatch.setattr(LoopStep, "wait", forgetting)
     monkeypatch.setattr(LoopStep, "replay", remembering)
     monkeypatch.setattr(LoopStep, "counts", lambda step, late=1: step.past[max(0, len(step.past) - 1 - late)].numpy())
 
@@ -381,7 +382,7 @@ def test_the_captured_loop_step_equals_skip(model, rule, late, late_counts):
                 out, depth, _ = model._skip(idx, Halting(rule, eps, drawn), 8)
                 ours, ours_depth = model._skip_captured(idx, Halting(rule, eps, drawn), 8, late)
             assert torch.equal(depth, ours_depth) and torch.allclose(out, ours, atol=1e-4)
-    assert len(model.buckets[3, 20, rule, model.wte.weight.data_ptr(), torch.float32].steps) > 3     # it does get smaller
+        assert T == 1 or len(next(iter(model.buckets.values())).steps) > 3     # it does get smaller
 
 
 def test_a_loop_step_changes_nothing_of_those_who_have_halted():
@@ -401,7 +402,7 @@ def test_a_loop_step_changes_nothing_of_those_who_have_halted():
 @pytest.mark.cuda
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-4), (torch.bfloat16, 1e-3)])
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 def test_replayed_graphs_equal_eager_skip_on_a_gpu(dtype, atol, rule, late):
     """Oracle: the eager loop there; the same depths (drawn, in bfloat16, whose signals sit on thresholds), and no hidden synchronisation."""
     torch.set_float32_matmul_precision("highest")
@@ -410,7 +411,12 @@ def test_replayed_graphs_equal_eager_skip_on_a_gpu(dtype, atol, rule, late):
     eps = spread_eps(model, idx, rule) if schedule is None else 0.0
     with torch.no_grad():
         out, depth, _ = model._skip(idx, Halting(rule, eps, schedule), 8)
-        model._skip_captured(idx.flip(0), Halting(rule, eps, schedule), 8, late)                # captures
+        for again in range(8):                             # captures; which sizes a late count asks for depends on the time
+            first = model._skip_captured(idx, Halting(rule, eps, schedule), 8, late)[1]
+            assert torch.equal(first, depth)
+        buckets, = model.buckets.values()
+        for N, columns in [(bucket(n, 256), bucket(c, 64) + 1) for n in range(1, 256) for c in range(1, 65) if c <= n <= 4 * c]:
+            buckets.step(N, columns).replay()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
