@@ -348,7 +348,7 @@ def test_every_mistake_is_one_line_and_exit_code_2(folder, tmp_path, monkeypatch
     other = write_corpus(tmp_path / "other", "gpt2", 50257, 50256)
     mistakes = [([f"--ckpt={tmp_path / name}.pt"], "not a whole checkpoint") for name in
                 ("empty", "garbled", "cut", "foreign", "list", "code", "key", "shape", "settings")]
-    mistakes += [([f"--ckpt={tmp_path}/none.pt"], "no checkpoint at"), ([f"--ckpt={tmp_path}"], "not a whole checkpoint"),
+    mistakes += [([f"--ckpt={tmp_path}/none.pt"], "no checkpoint at"), ([f"--ckpt={tmp_path}"], "is not a file"),
                  ([f"--ckpt={tmp_path}/nan.pt"], "adapter.weight"), ([f"--ckpt={tmp_path}/logits.pt"], "logits are not finite at loop 1"),
                  ([f"--ckpt={tmp_path}/zero.pt"], "sequence 0, position 0"), ([f"--data={tmp_path}/nowhere"], "nowhere"),
                  ([f"--data={other.folder}"], "--tokenizer=byte"), (["--block_size=33"], "context of 32"), (["--tokens=31"], "at least 32"),

@@ -337,7 +337,7 @@ def test_uniform_depth_bfloat16_and_a_configuration_file(folder, tmp_path):
 
 MISTAKES = {"--ckpt=nowhere.pt": "no checkpoint at nowhere.pt", "--temperature=-1": "temperature must lie", "--top_k=1.5": "top_k",
             "--slots=0": "slots must lie", "--wait=2": "wait must lie", "--eps=nan": "must be a number, not 'nan'", "--rule=KL": "rule must be",
-            "--prompt=FILE:nowhere.txt": "cannot read the prompt file nowhere.txt", "--promt=a": "the nearest is 'prompt'",
+            "--prompt=FILE:nowhere.txt": "cannot read the prompt file 'nowhere.txt'", "--promt=a": "the nearest is 'prompt'",
             "--max_new_tokens=-3": "max_new_tokens must lie", "--html=nowhere/x.html": "cannot write nowhere/x.html",
             "--device=tpu": "no device 'tpu'", "--dtype=float16": "dtype must be"}
 
