@@ -311,6 +311,7 @@ def decode(s):
     else:
         model, ckpt, corpus = load(s.ckpt, s.data, device)
         eps = threshold(s, ckpt, s.max_loops or model.config.mean_loops)[0]
+        config.check_floor(s.rule, eps, dtype)
         about = f"{s.ckpt}, step {ckpt['step']}, text of {corpus.name}"
         try:
             text, _ = corpus.windows("val", max(sizes) * model.config.block_size, model.config.block_size)

@@ -467,6 +467,7 @@ def main():
     else:
         rule, max_loops = s.rule, s.max_loops or c.mean_loops
         eps, origin = threshold(s, ckpt, max_loops)
+        config.check_floor(rule, eps, dtype)
         about = f"a token stops when its {rule} signal is below {eps:g} ({origin}), after {max_loops} loops at the latest"
     print(f"{s.ckpt}: step {ckpt['step']}; {about}; {device}, {str(dtype)[6:]}")
     longest = max(map(len, prompts)) + 1

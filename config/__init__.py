@@ -240,6 +240,12 @@ def pick_dtype(name, device):
     return getattr(torch, name or ("bfloat16" if has_bf16 else "float32"))
 
 
+def check_floor(rule, eps, dtype):
+    """End the script if this threshold lies below what rounding alone changes."""
+    if rule == "kl" and dtype == torch.bfloat16 and eps < 1e-3:
+        fail(f"in bfloat16 two readouts of one state differ by a KL near 1e-3, eps={eps:g} is below that: use --dtype=float32 or a larger --eps")
+
+
 def check_file(path):
     """End the script if this is there and no file: a folder cannot be read, a pipe or device might never end."""
     if os.path.exists(path) and not os.path.isfile(path):

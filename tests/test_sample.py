@@ -339,12 +339,13 @@ MISTAKES = {"--ckpt=nowhere.pt": "no checkpoint at nowhere.pt", "--temperature=-
             "--slots=0": "slots must lie", "--wait=2": "wait must lie", "--eps=nan": "must be a number, not 'nan'", "--rule=KL": "rule must be",
             "--prompt=FILE:nowhere.txt": "cannot read the prompt file 'nowhere.txt'", "--promt=a": "the nearest is 'prompt'",
             "--max_new_tokens=-3": "max_new_tokens must lie", "--html=nowhere/x.html": "cannot write nowhere/x.html",
-            "--device=tpu": "no device 'tpu'", "--dtype=float16": "dtype must be"}
+            "--device=tpu": "no device 'tpu'", "--dtype=float16": "dtype must be",
+            "--dtype=bfloat16 --rule=kl --eps=0.0005": "in bfloat16 two readouts"}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(folder, mistake, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sample.py", f"--ckpt={folder / 'ckpt.pt'}", mistake])
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--ckpt={folder / 'ckpt.pt'}", *mistake.split()])
     with pytest.raises(SystemExit) as exit:
         S.main()
     err = capsys.readouterr().err
