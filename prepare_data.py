@@ -106,6 +106,8 @@ def token_bytes(tokenizer):
 
 def read_shard(path):
     """A file of llm.c's or nanoGPT's -> its tokens, a memory map of uint16. Raises ValueError with one line."""
+    if os.path.exists(path) and not os.path.isfile(path):                      # a pipe would be waited for
+        raise ValueError(f"{path} is not a file: prepare it again")
     try:
         size, header = os.path.getsize(path), np.fromfile(path, "<i4", HEADER // 4)
     except OSError as error:
@@ -152,6 +154,8 @@ class Corpus:
         path = folder / "meta.json"
         try:
             paths = sorted(p for p in folder.glob("*.bin") if SHARD.fullmatch(p.name))
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is not a file: remove it and run python prepare_data.py again")
             if path.exists():
                 self.meta = json.loads(path.read_text(encoding="utf-8"))
             elif paths:                                    # nanoGPT's, or llm.c's own

@@ -475,6 +475,16 @@ def test_what_is_no_file_is_refused_and_never_waited_for(kind, what, trained, tm
     assert str(path) in log.read_text() and log.read_text().count("error: ") == 1
 
 
+@pytest.mark.parametrize("name", ["meta.json", "corpus0_val_000000.bin"])
+def test_data_that_is_a_pipe_is_refused_and_never_waited_for(name, trained, tmp_path):
+    shutil.copytree(trained / "data", tmp_path / "data")
+    (tmp_path / "data" / name).unlink()
+    os.mkfifo(tmp_path / "data" / name)
+    log = tmp_path / "log"
+    assert ended(fork(log, train.main, training(tmp_path / "data", tmp_path / "out")), log, seconds=20) == 2
+    assert f"{name} is not a file" in log.read_text() and log.read_text().count("error: ") == 1
+
+
 def test_too_little_memory_is_said_in_one_line(trained, tmp_path):
     """An address space that holds the model, not what it is asked to compute."""
     def main():
